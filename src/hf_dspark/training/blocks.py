@@ -1,0 +1,108 @@
+"""The teacher-forced forward of many blocks at once: the training twin of `DSparkDrafter.propose`.
+
+One pass of the backbone covers all blocks of a batch of sequences: the sequences' target features are the context,
+the blocks' slots are the queries, and `block_mask` keeps every block to its own past. Slot k of the sequential head
+is fed the true token before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..modeling_dspark import DSparkDrafter
+from .anchors import block_mask, supervised_slots
+
+
+@dataclass
+class TeacherForced:
+    """Outputs of [`teacher_forced`] for B sequences of K blocks.
+
+    Attributes:
+        logits (`torch.Tensor` of shape `(B, K, gamma, draft_vocab)`): with the sequential head's bias.
+        target_probabilities (`torch.Tensor` of the same shape): the target's, on the draft vocabulary.
+        labels (`torch.Tensor` of shape `(B, K, gamma)`): draft ids; -1 outside the draft vocabulary.
+        supervised (`torch.Tensor` of shape `(B, K, gamma)`, bool): slots that count.
+        confidence_logits (`torch.Tensor` of shape `(B, K, gamma)`, *optional*): raw.
+    """
+
+    logits: torch.Tensor
+    target_probabilities: torch.Tensor
+    labels: torch.Tensor
+    supervised: torch.Tensor
+    confidence_logits: torch.Tensor | None
+
+
+def teacher_forced(
+    drafter: DSparkDrafter,
+    *,
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    features: torch.Tensor,
+    last_hidden: torch.Tensor,
+    logsumexp: torch.Tensor | None,
+    anchors: torch.Tensor,
+    keep: torch.Tensor,
+) -> TeacherForced:
+    """Runs the drafter on the blocks of a batch.
+
+    Args:
+        drafter ([`DSparkDrafter`]): bound to its target, or with its own embedding.
+        input_ids (`torch.Tensor` of shape `(B, length)`): token ids.
+        loss_mask (`torch.Tensor` of shape `(B, length)`): True on response tokens.
+        features (`torch.Tensor` of shape `(B, length, layers * hidden_size)`): target features.
+        last_hidden (`torch.Tensor` of shape `(B, length, hidden_size)`): the target's final normalised states.
+        logsumexp (`torch.Tensor` of shape `(B, length)`, *optional*): log-sum-exp of the target's logits over its
+            vocabulary; needed with a reduced draft vocabulary, computed from the logits otherwise.
+        anchors (`torch.Tensor` of shape `(B, K)`): anchor positions.
+        keep (`torch.Tensor` of shape `(B, K)`): False for blocks that only fill the batch.
+
+    Returns:
+        [`TeacherForced`].
+    """
+    config = drafter.config
+    gamma, length = config.block_size, input_ids.shape[1]
+    batch, blocks = anchors.shape
+    rows = torch.arange(batch, device=anchors.device)[:, None, None]
+    slots = anchors[..., None] + torch.arange(gamma, device=anchors.device)  # [B, K, gamma]: positions of the slots
+    inside = slots.clamp(max=length - 1)
+    labels = input_ids[rows, (slots + 1).clamp(max=length - 1)]
+    before = input_ids[rows, inside]  # the token before each label: the anchor, then the labels before
+
+    noise = torch.full_like(before, config.mask_token_id)
+    noise[..., 0] = before[..., 0]
+    windows = {layer.window for layer in drafter.layers}
+    context_positions = torch.arange(length, device=anchors.device).expand(batch, -1)
+    hidden = drafter(
+        noise_embeds=drafter.embed(noise.flatten(1)),
+        context_hidden_states=features.to(drafter.dtype),
+        position_ids=torch.cat([context_positions, slots.flatten(1)], dim=1),
+        attention_mask={window: block_mask(anchors, length, gamma, window) for window in windows},
+    ).last_hidden_state.view(batch, blocks, gamma, -1)
+
+    logits = drafter.base_logits(hidden)
+    embedding = None
+    if drafter.markov_head is not None:
+        embedding = drafter.markov_head.markov_w1(before)
+        latent = drafter.markov_head.teacher_forced(embedding, hidden)
+        logits = logits + drafter.markov_head.markov_w2(latent).float()
+    confidence_logits = None
+    if drafter.confidence_head is not None:
+        confidence_logits = drafter.confidence_head(hidden, embedding)
+
+    with torch.no_grad():
+        target_logits = drafter.base_logits(last_hidden[rows, inside].to(drafter.dtype))
+        normaliser = target_logits.logsumexp(-1) if logsumexp is None else logsumexp[rows, inside]
+        probabilities = (target_logits - normaliser[..., None]).exp()
+        if config.draft_vocab_size is not None:
+            draft_ids = labels.new_full((config.vocab_size,), -1)
+            draft_ids[drafter.draft_token_ids] = torch.arange(config.draft_vocab_size, device=labels.device)
+            labels = draft_ids[labels]
+    return TeacherForced(
+        logits=logits,
+        target_probabilities=probabilities,
+        labels=labels,
+        supervised=supervised_slots(loss_mask, anchors, keep, gamma),
+        confidence_logits=confidence_logits,
+    )
