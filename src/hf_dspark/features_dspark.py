@@ -38,11 +38,11 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 
 class TargetFeatures:
-    """Captures the outputs of chosen target layers during a forward (paper, section on context injection).
+    """Captures the outputs of chosen target layers during forwards (paper, context injection).
 
     Layer ids are 0-based decoder layer *outputs* (``hidden_states[i + 1]`` in transformers); ``-1`` is the output of
     the embedding. Forward hooks on just these modules keep nothing else alive, unlike ``output_hidden_states=True``.
-    Hooks see every thread that runs the target, so captures of other threads are ignored.
+    Hooks see every thread that runs the target, so only forwards of the thread that opened the capture count.
 
     Args:
         target (`PreTrainedModel`): the model to read.
@@ -57,49 +57,58 @@ class TargetFeatures:
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]):
         layers = decoder_layers(target)
         self.layer_ids = layer_ids
-        self._modules = [target.get_input_embeddings() if i == -1 else layers[i] for i in layer_ids]
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._captured: dict[int, torch.Tensor] = {}
-        self._thread = threading.get_ident()
+        self._captured: list[list[torch.Tensor]] = [[] for _ in layer_ids]
+        modules = [target.get_input_embeddings() if i == -1 else layers[i] for i in layer_ids]
+        thread = threading.get_ident()
+        self._handles = [
+            module.register_forward_hook(_keep(rows, thread))
+            for module, rows in zip(modules, self._captured, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks off the target."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def __enter__(self) -> TargetFeatures:
-        self._thread = threading.get_ident()
-        for slot, module in enumerate(self._modules):
-            self._handles.append(module.register_forward_hook(self._hook(slot)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._captured.clear()
-
-    def _hook(self, slot: int):
-        def keep(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
-            if threading.get_ident() == self._thread:
-                self._captured[slot] = output if isinstance(output, torch.Tensor) else output[0]
-
-        return keep
+        self.close()
 
     def take(self) -> torch.Tensor:
-        """The features of the last forward, which are then forgotten.
+        """The features of all forwards since the last call, which are then forgotten.
 
         Returns:
-            `torch.Tensor` of shape `(batch, sequence, len(layer_ids) * hidden_size)`: the captured outputs,
-            concatenated in the order of `layer_ids`, on the device of the first of them.
+            `torch.Tensor` of shape `(batch, rows, len(layer_ids) * hidden_size)`: the captured outputs, concatenated
+            in the order of `layer_ids`, on the device of the first of them. Several forwards (a chunked prefill)
+            follow each other along the rows.
 
         Raises:
             RuntimeError: if a layer was not run by this thread since the last call.
         """
-        missing = [i for slot, i in enumerate(self.layer_ids) if slot not in self._captured]
+        missing = [i for i, rows in zip(self.layer_ids, self._captured, strict=True) if not rows]
         if missing:
             raise RuntimeError(
                 f"Expected outputs of target layers {self.layer_ids}, got none of {missing}. A target whose forward "
                 "was compiled or replaced hides its layers: pass the plain model to generate()."
             )
-        first = self._captured[0]
-        rows = [self._captured[slot].to(first.device) for slot in range(len(self.layer_ids))]
-        self._captured.clear()
-        return torch.cat(rows, dim=-1).detach()
+        device = self._captured[0][0].device
+        layers = [torch.cat(rows, dim=1).to(device) for rows in self._captured]
+        for rows in self._captured:
+            rows.clear()
+        return torch.cat(layers, dim=-1)
+
+
+def _keep(rows: list[torch.Tensor], thread: int):
+    """A hook that appends a module's output to `rows`. It holds no reference to the capture object, so that a
+    capture nobody closed is closed when it is collected."""
+
+    def hook(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+        if threading.get_ident() == thread:
+            rows.append((output if isinstance(output, torch.Tensor) else output[0]).detach())
+
+    return hook

@@ -1,0 +1,18 @@
+"""Every condition on the version of transformers, each with the version that deletes it.
+
+Supported: transformers >= 5.14. Tested on 5.14.1, 5.17.0 and the newest release.
+"""
+
+from __future__ import annotations
+
+import transformers
+from packaging.version import Version
+
+VERSION = Version(transformers.__version__)
+
+# 5.24 renamed the cache argument and output of models from `past_key_values`. Delete when 5.24 is the oldest.
+CACHE = "cache" if VERSION >= Version("5.24.0.dev0") else "past_key_values"
+
+# Before 5.17 a sliding cache layer cannot be rolled back once it is full; generate() uses full layers for assisted
+# decoding there, but a cache that the user passes may have them. Delete when 5.17 is the oldest.
+SLIDING_CACHE_ROLLS_BACK = VERSION >= Version("5.17.0.dev0")

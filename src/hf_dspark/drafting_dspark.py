@@ -1,0 +1,194 @@
+"""Drafting during a generation: from target forwards to draft blocks.
+
+`DSparkCandidateGenerator` is the one class that drafts, for our own loop (`speculative_generate`) and, as a
+transformers `CandidateGenerator`, for the stock assisted loop. It watches the target's layers, remembers which rows
+were committed, and asks the drafter for the next block.
+
+Where a draft ends: at the verification length, at the length budget, and right *after* a token that ends the text,
+never before it. Dropping x_k because of what it is would make its admission depend on itself and bias sampling
+(paper, appendix A).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
+
+from ._compat import CACHE
+from .features_dspark import TargetFeatures
+from .modeling_dspark import DraftBlock, DraftContext, DSparkDrafter
+
+logger = logging.get_logger(__name__)
+
+
+class DraftProcessors:
+    """Copies of the target's logits processors for the drafter, made anew for each block.
+
+    A processor with a memory must see committed tokens only, so the originals run in verification and the drafter gets
+    copies of their present state. Those that cannot be copied, hold a model, or fail on a draft run in verification
+    only: that costs acceptance, never correctness.
+    """
+
+    def __init__(self, processors: LogitsProcessorList):
+        self._originals = [processor for processor in processors if not _holds_model(processor)]
+
+    def copies(self) -> LogitsProcessorList:
+        """Processors for one block, in the state that the originals are in now."""
+        copies = LogitsProcessorList()
+        for processor in list(self._originals):
+            try:
+                copies.append(_Forgiving(copy.deepcopy(processor), processor, self))
+            except Exception as error:  # noqa: BLE001  (anything a user's __deepcopy__ may raise)
+                self.drop(processor, error)
+        return copies
+
+    def drop(self, processor: LogitsProcessor, error: Exception) -> None:
+        """Leaves `processor` to verification from now on."""
+        self._originals = [other for other in self._originals if other is not processor]
+        logger.warning(
+            f"{type(processor).__name__} runs in verification only, the drafter proposes without it: {error!r}"
+        )
+
+
+class _Forgiving(LogitsProcessor):
+    def __init__(self, processor: LogitsProcessor, original: LogitsProcessor, owner: DraftProcessors):
+        self.processor, self.original, self.owner = processor, original, owner
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.processor is None:
+            return scores
+        try:
+            return self.processor(input_ids, scores)
+        except Exception as error:  # noqa: BLE001  (a draft may be a text that the processor never expects)
+            self.owner.drop(self.original, error)
+            self.processor = None
+            return scores
+
+
+def _holds_model(processor: LogitsProcessor) -> bool:
+    return any(isinstance(value, nn.Module) for value in vars(processor).values())
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Drafts blocks for one request.
+
+    Args:
+        target (`PreTrainedModel`): the model that verifies.
+        drafter ([`DSparkDrafter`]): the model that drafts.
+        generation_config (`GenerationConfig`): as `generate()` prepared it.
+        logits_processor (`LogitsProcessorList`): the target's processors.
+        model_kwargs (`dict`): as `generate()` prepared them, before the first forward; gives mask and cache.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}  # layers are watched by hooks: what the user asks for stays as it is
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DSparkDrafter,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+    ):
+        drafter.config.check_drafting()
+        self.drafter = drafter
+        self.max_length = generation_config.max_length
+        self.do_sample = generation_config.do_sample
+        eos = generation_config._eos_token_tensor
+        self.eos_token_ids = [] if eos is None else eos.flatten().tolist()
+        self.processors = DraftProcessors(logits_processor)
+        self.context = DraftContext(drafter.borrow(target))
+        cache = model_kwargs.get(CACHE)
+        self._past = 0 if cache is None else cache.get_seq_length()
+        self._mask = model_kwargs.get("attention_mask")
+        self._features = TargetFeatures(target, list(drafter.config.target_layer_ids))
+        self._finalizer = weakref.finalize(self, self._features.close)
+
+    def close(self) -> None:
+        """Takes the hooks off the target. The stock loop has no place for it: there, collection does it."""
+        self._finalizer()
+
+    def commit_prompt(self) -> None:
+        """Takes the features of the prefill, without rows of padding, at their true positions."""
+        features = self._features.take()
+        rows = features.shape[1]
+        if self._mask is None:
+            positions = torch.arange(self._past, self._past + rows)[None]
+        else:
+            mask = self._mask.to(features.device)
+            positions = (mask.long().cumsum(dim=-1) - 1)[:, -rows:]
+            real = mask[0, -rows:].bool()
+            features, positions = features[:, real], positions[:, real]
+        self.context.append(features, positions)
+        if self._past:
+            logger.warning_once(
+                f"The cache already held {self._past} tokens, whose features the drafter has never seen. It drafts from "
+                f"the {features.shape[1]} new ones: same text, lower acceptance until more are generated."
+            )
+
+    def commit(self, rows: int) -> None:
+        """Takes the features of the last forward's first `rows` rows: the anchor and the accepted drafts."""
+        features = self._features.take()[:, :rows]
+        start = self.context.next_position
+        self.context.append(features, torch.arange(start, start + rows)[None])
+
+    def draft(self, input_ids: torch.LongTensor) -> DraftBlock | None:
+        """The next block, cut to what should be verified.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): committed tokens; the last one is the anchor.
+
+        Returns:
+            [`DraftBlock`] with `lengths` set, or `None` if nothing may be drafted.
+        """
+        limit = self.drafter.config.num_draft_tokens
+        budget = self.max_length - input_ids.shape[1] - 1  # a verification adds at least one token of the target's own
+        if budget <= 0 or limit == 0:
+            return None
+        block = self.drafter.propose(
+            self.context,
+            input_ids[:, -1],
+            num_draft_tokens=budget,
+            do_sample=self.do_sample,
+            processors=self.processors.copies(),
+            prefix_ids=input_ids,
+        )
+        for slot, token in enumerate(block.token_ids[0].tolist()):
+            if token in self.eos_token_ids:
+                block.lengths.clamp_(max=slot + 1)
+                break
+        return block
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """The stock loop's question: candidates behind `input_ids`, and their processed logits under sampling."""
+        if is_first_iteration:
+            return input_ids, None
+        if self.context.next_position == 0:
+            self.commit_prompt()
+        else:
+            self.commit(int(n_last_matches) + 1)
+        block = self.draft(input_ids)
+        length = 0 if block is None else int(block.lengths[0])
+        if length == 0:
+            return input_ids, None  # an empty logits tensor would be an index error in the stock loop
+        ids = torch.cat([input_ids, block.token_ids[:, :length].to(input_ids)], dim=-1)
+        return ids, None if block.logits is None else block.logits[:, :length]
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int):
+        """Nothing to adapt: the length comes from the drafter's confidences."""
