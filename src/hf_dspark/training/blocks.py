@@ -17,20 +17,22 @@ from .anchors import block_mask, supervised_slots
 
 @dataclass
 class TeacherForced:
-    """Outputs of [`teacher_forced`] for B sequences of K blocks.
+    """Outputs of [`teacher_forced`] for the N supervised slots of B sequences with K blocks each.
 
     Attributes:
-        logits (`torch.Tensor` of shape `(B, K, gamma, draft_vocab)`): with the sequential head's bias.
+        supervised (`torch.Tensor` of shape `(B, K, gamma)`, bool): which slots these are, N of them in this order.
+        slots (`torch.Tensor` of shape `(N,)`): index of each slot in its block.
+        logits (`torch.Tensor` of shape `(N, draft_vocab)`): with the sequential head's bias.
         target_probabilities (`torch.Tensor` of the same shape): the target's, on the draft vocabulary.
-        labels (`torch.Tensor` of shape `(B, K, gamma)`): draft ids; -1 outside the draft vocabulary.
-        supervised (`torch.Tensor` of shape `(B, K, gamma)`, bool): slots that count.
-        confidence_logits (`torch.Tensor` of shape `(B, K, gamma)`, *optional*): raw.
+        labels (`torch.Tensor` of shape `(N,)`): draft ids; -1 outside the draft vocabulary.
+        confidence_logits (`torch.Tensor` of shape `(N,)`, *optional*): raw.
     """
 
+    supervised: torch.Tensor
+    slots: torch.Tensor
     logits: torch.Tensor
     target_probabilities: torch.Tensor
     labels: torch.Tensor
-    supervised: torch.Tensor
     confidence_logits: torch.Tensor | None
 
 
@@ -81,28 +83,36 @@ def teacher_forced(
         attention_mask={window: block_mask(anchors, length, gamma, window) for window in windows},
     ).last_hidden_state.view(batch, blocks, gamma, -1)
 
-    logits = drafter.base_logits(hidden)
-    embedding = None
+    latent = embedding = None
     if drafter.markov_head is not None:
         embedding = drafter.markov_head.markov_w1(before)
         latent = drafter.markov_head.teacher_forced(embedding, hidden)
-        logits = logits + drafter.markov_head.markov_w2(latent).float()
+
+    # The vocabulary is by far the widest axis: heads and losses see supervised slots only.
+    supervised = supervised_slots(loss_mask, anchors, keep, gamma)
+    hidden = hidden[supervised]
+    logits = drafter.base_logits(hidden)
+    if latent is not None:
+        logits = logits + drafter.markov_head.markov_w2(latent[supervised]).float()
     confidence_logits = None
     if drafter.confidence_head is not None:
-        confidence_logits = drafter.confidence_head(hidden, embedding)
+        confidence_logits = drafter.confidence_head(hidden, None if embedding is None else embedding[supervised])
 
+    labels = labels[supervised]
+    sources = rows.expand_as(slots)[supervised], slots[supervised]  # the target predicts a label from the row before it
     with torch.no_grad():
-        target_logits = drafter.base_logits(last_hidden[rows, inside].to(drafter.dtype))
-        normaliser = target_logits.logsumexp(-1) if logsumexp is None else logsumexp[rows, inside]
-        probabilities = (target_logits - normaliser[..., None]).exp()
+        target_logits = drafter.base_logits(last_hidden[sources].to(drafter.dtype))
+        normaliser = target_logits.logsumexp(-1) if logsumexp is None else logsumexp[sources]
+        probabilities = (target_logits - normaliser[:, None]).exp()
         if config.draft_vocab_size is not None:
             draft_ids = labels.new_full((config.vocab_size,), -1)
             draft_ids[drafter.draft_token_ids] = torch.arange(config.draft_vocab_size, device=labels.device)
             labels = draft_ids[labels]
     return TeacherForced(
+        supervised=supervised,
+        slots=supervised.nonzero()[:, -1],
         logits=logits,
         target_probabilities=probabilities,
         labels=labels,
-        supervised=supervised_slots(loss_mask, anchors, keep, gamma),
         confidence_logits=confidence_logits,
     )

@@ -46,34 +46,34 @@ def loss_terms(
     logits: torch.Tensor,
     target_probabilities: torch.Tensor,
     labels: torch.Tensor,
-    supervised: torch.Tensor,
+    slots: torch.Tensor,
     confidence_logits: torch.Tensor | None = None,
     *,
+    gamma: int,
     decay: float = 4.0,
 ) -> LossTerms:
-    """All terms of the objective.
+    """All terms of the objective over N supervised slots.
 
     Args:
-        logits (`torch.Tensor` of shape `(..., gamma, draft_vocab)`): corrected draft logits.
+        logits (`torch.Tensor` of shape `(N, draft_vocab)`): corrected draft logits.
         target_probabilities (`torch.Tensor` of the same shape): p on the draft vocabulary; sums to at most one.
-        labels (`torch.Tensor` of shape `(..., gamma)`): draft ids of the labels, -1 where the draft vocabulary lacks it.
-        supervised (`torch.Tensor` of shape `(..., gamma)`, bool): slots that count.
-        confidence_logits (`torch.Tensor` of shape `(..., gamma)`, *optional*): raw confidences.
+        labels (`torch.Tensor` of shape `(N,)`): draft ids of the labels, -1 where the draft vocabulary lacks it.
+        slots (`torch.Tensor` of shape `(N,)`): index of each slot in its block.
+        confidence_logits (`torch.Tensor` of shape `(N,)`, *optional*): raw confidences.
+        gamma (`int`): slots of a block.
         decay (`float`): of the slot weights exp(-k / decay); 4.0 at gamma 7.
 
     Returns:
-        [`LossTerms`]: nothing supervised gives sums and weights of zero, never NaN.
+        [`LossTerms`]: no slot at all gives sums and weights of zero, never NaN.
     """
-    gamma = logits.shape[-2]
     log_q = logits.float().log_softmax(dim=-1)
     p = target_probabilities.float()
-    slots = torch.exp(-torch.arange(gamma, device=logits.device) / decay)
-    weight = supervised * slots
+    weight = torch.exp(-slots / decay)
     known = weight * (labels >= 0)
     outside = (1 - p.sum(dim=-1)).clamp(min=0)  # mass of tokens the drafter cannot propose
     tv = (log_q.exp() - p).abs().sum(dim=-1) + outside
     values = {
-        "ce": (-log_q.gather(-1, labels.clamp(min=0)[..., None])[..., 0], known),
+        "ce": (-log_q.gather(-1, labels.clamp(min=0)[:, None])[:, 0], known),
         "kl": (-(p * log_q).sum(dim=-1), weight),
         "tv": (tv, weight),
     }
@@ -81,10 +81,10 @@ def loss_terms(
     if confidence_logits is not None:
         bce = F.binary_cross_entropy_with_logits(confidence_logits.float(), acceptance, reduction="none")
         values["confidence"] = (bce, weight)
-    # torch.where, not a product: an unsupervised slot may hold anything, and 0 * inf is NaN.
+    empty = torch.zeros(gamma, device=logits.device)
     return LossTerms(
-        sums={name: torch.where(w > 0, x * w, 0.0).sum() for name, (x, w) in values.items()},
+        sums={name: (x * w).sum() for name, (x, w) in values.items()},
         weights={name: w.sum() for name, (_, w) in values.items()},
-        acceptance=torch.where(supervised, acceptance, 0.0).flatten(0, -2).sum(dim=0),
-        slots=supervised.flatten(0, -2).sum(dim=0),
+        acceptance=empty.index_add(0, slots, acceptance),
+        slots=empty.index_add(0, slots, torch.ones_like(acceptance)),
     )

@@ -151,8 +151,9 @@ class DSparkTrainer(Trainer):
             blocks.logits,
             blocks.target_probabilities,
             blocks.labels,
-            blocks.supervised,
+            blocks.slots,
             blocks.confidence_logits,
+            gamma=blocks.supervised.shape[-1],
             decay=self.args.loss_decay,
         )
         self._seen.append(terms)
