@@ -16,3 +16,16 @@ CACHE = "cache" if VERSION >= Version("5.24.0.dev0") else "past_key_values"
 # Before 5.17 a sliding cache layer cannot be rolled back once it is full; generate() uses full layers for assisted
 # decoding there, but a cache that the user passes may have them. Delete when 5.17 is the oldest.
 SLIDING_CACHE_ROLLS_BACK = VERSION >= Version("5.17.0.dev0")
+
+
+def gguf_arguments() -> dict:
+    """Arguments of `from_pretrained` that load a GGUF file as a plain, dequantised model.
+
+    Later releases keep weights packed if they can, which is slower on a CPU; older ones always unpack. Delete the
+    condition when 5.17 is the oldest.
+    """
+    if VERSION < Version("5.17.0.dev0"):
+        return {}
+    from transformers.utils.quantization_config import GgufConfig
+
+    return {"quantization_config": GgufConfig(dequantize=True)}

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +26,40 @@ from transformers.utils import logging
 
 from ._compat import CACHE
 from .features_dspark import TargetFeatures
+from .heads_dspark import confidence
 from .modeling_dspark import DraftBlock, DraftContext, DSparkDrafter
 
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Round:
+    """What happened in one round.
+
+    Attributes:
+        drafted (`list[int]`): drafts proposed, before the cut to the verification length.
+        confidences (`list[float]`): calibrated confidence of each draft; empty without a confidence head.
+        confidence_logits (`list[float]`): the raw values.
+        verified (`int`): drafts sent to the target.
+        accepted (`int`): drafts accepted and kept.
+        committed (`list[int]`): tokens added to the text: the accepted drafts, then one of the target's own, unless
+            the text ended on a draft.
+        draft_seconds, verify_seconds, other_seconds (`float`): wall time as the host sees it.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    confidence_logits: list[float] = field(default_factory=list)
+    verified: int = 0
+    accepted: int = 0
+    committed: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+
+#: Called with every finished [`Round`] of generations in this context; set by `hf_dspark.Trace`.
+round_observer: ContextVar[Callable[[Round], None] | None] = ContextVar("dspark_round_observer", default=None)
 
 
 class DraftProcessors:
@@ -109,6 +143,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         cache = model_kwargs.get(CACHE)
         self._past = 0 if cache is None else cache.get_seq_length()
         self._mask = model_kwargs.get("attention_mask")
+        self._open: Round | None = None  # the stock loop's last round, until it says how many were accepted
         self._features = TargetFeatures(target, list(drafter.config.target_layer_ids))
         self._finalizer = weakref.finalize(self, self._features.close)
 
@@ -167,6 +202,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 break
         return block
 
+    def describe(self, block: DraftBlock | None) -> Round:
+        """A [`Round`] with what is known before verification."""
+        if block is None:
+            return Round()
+        record = Round(drafted=block.token_ids[0].tolist(), verified=int(block.lengths[0]))
+        if block.confidence_logits is not None:
+            record.confidence_logits = block.confidence_logits[0].tolist()
+            calibrated = confidence(block.confidence_logits, self.drafter.config.sts_temperatures)
+            record.confidences = calibrated[0].tolist()
+        return record
+
     def get_candidates(
         self,
         input_ids: torch.LongTensor,
@@ -176,14 +222,23 @@ class DSparkCandidateGenerator(CandidateGenerator):
         n_last_matches: int = 0,
         **kwargs: Any,
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        """The stock loop's question: candidates behind `input_ids`, and their processed logits under sampling."""
+        """The stock loop's question: candidates behind `input_ids`, and their processed logits under sampling.
+
+        A round is reported to the trace when the next one begins, so the last one of a generation is not.
+        """
         if is_first_iteration:
             return input_ids, None
         if self.context.next_position == 0:
             self.commit_prompt()
         else:
             self.commit(int(n_last_matches) + 1)
+        observe = round_observer.get()
+        if self._open is not None and observe is not None:
+            self._open.accepted = int(n_last_matches)
+            self._open.committed = input_ids[0, -self._open.accepted - 1 :].tolist()
+            observe(self._open)
         block = self.draft(input_ids)
+        self._open = self.describe(block)
         length = 0 if block is None else int(block.lengths[0])
         if length == 0:
             return input_ids, None  # an empty logits tensor would be an index error in the stock loop

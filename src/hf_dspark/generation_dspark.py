@@ -12,12 +12,10 @@ order, stopping criteria see each committed token, and the first stop ends the t
 from __future__ import annotations
 
 import functools
-import inspect
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,41 +26,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from transformers.utils import logging
 
 from ._compat import CACHE, SLIDING_CACHE_ROLLS_BACK
-from .drafting_dspark import DSparkCandidateGenerator
-from .heads_dspark import confidence
+from .drafting_dspark import DSparkCandidateGenerator, Round, round_observer
 from .modeling_dspark import DSparkDrafter
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class Round:
-    """What happened in one round.
-
-    Attributes:
-        drafted (`list[int]`): drafts proposed, before the cut to the verification length.
-        confidences (`list[float]`): calibrated confidence of each draft; empty without a confidence head.
-        confidence_logits (`list[float]`): the raw values.
-        verified (`int`): drafts sent to the target.
-        accepted (`int`): drafts accepted and kept.
-        committed (`list[int]`): tokens added to the text: the accepted drafts, then one of the target's own, unless
-            the text ended on a draft.
-        draft_seconds, verify_seconds, other_seconds (`float`): wall time as the host sees it.
-    """
-
-    drafted: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    confidence_logits: list[float] = field(default_factory=list)
-    verified: int = 0
-    accepted: int = 0
-    committed: list[int] = field(default_factory=list)
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    other_seconds: float = 0.0
-
-
-#: Called with every finished [`Round`] of generations in this context; set by `hf_dspark.Trace`.
-round_observer: ContextVar[Callable[[Round], None] | None] = ContextVar("dspark_round_observer", default=None)
 
 
 def accept_or_resample(p: torch.Tensor, q: torch.Tensor | None, draft: int) -> tuple[bool, int]:
@@ -234,20 +201,11 @@ def _rounds(
             model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=added)
             rounds, drafted, gained = rounds + 1, drafted + length, gained + added
             if observe is not None:
-                logits = None if block is None else block.confidence_logits
-                observe(
-                    Round(
-                        drafted=drafts,
-                        confidences=[] if logits is None else _calibrated(generator, logits),
-                        confidence_logits=[] if logits is None else logits[0].tolist(),
-                        verified=length,
-                        accepted=accepted,
-                        committed=input_ids[0, before:].tolist(),
-                        draft_seconds=drafted_at - started,
-                        verify_seconds=verified_at - drafted_at,
-                        other_seconds=time.perf_counter() - verified_at,
-                    )
-                )
+                record = generator.describe(block)
+                record.accepted, record.committed = accepted, input_ids[0, before:].tolist()
+                record.draft_seconds, record.verify_seconds = drafted_at - started, verified_at - drafted_at
+                record.other_seconds = time.perf_counter() - verified_at
+                observe(record)
 
     if streamer is not None:
         streamer.end()
@@ -267,10 +225,6 @@ def _rounds(
         hidden_states=recorded.hidden_states,
         **{CACHE: outputs[CACHE]},
     )
-
-
-def _calibrated(generator: DSparkCandidateGenerator, logits: torch.Tensor) -> list[float]:
-    return confidence(logits, generator.drafter.config.sts_temperatures)[0].tolist()
 
 
 # -------------------------------------------------------------------- what can be drafted for
@@ -340,8 +294,24 @@ def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs
 
 # -------------------------------------------------------------------- the hooks
 
-_MARK = "_dspark_original"
-_use_stock_loop: ContextVar[bool] = ContextVar("dspark_use_stock_loop", default=False)
+_ORIGINAL = "_dspark_original"
+_stock_loop: ContextVar[bool] = ContextVar("dspark_stock_loop", default=False)
+
+
+@contextmanager
+def use_stock_loop() -> Iterator[None]:
+    """Within this context, `generate()` drafts through transformers' own assisted loop instead of ours.
+
+    The second route, for comparison and for code that builds on that loop. Its limits are transformers': stop strings
+    and custom stopping criteria that complete inside a block are missed on every version, an end-of-text token inside
+    a block too before 5.24; its sampling rule divides 0 by 0 where p = q; logits processors also see drafts that are
+    rejected; and a cache that an earlier call filled is refused.
+    """
+    token = _stock_loop.set(True)
+    try:
+        yield
+    finally:
+        _stock_loop.reset(token)
 
 
 def _speaks_dspark(assistant: Any) -> bool:
@@ -390,7 +360,13 @@ def _assisted_decoding(
 ):
     if _speaks_dspark(assistant_model):
         _check_inputs(self, input_ids, model_kwargs, synced_gpus)
-        if not _use_stock_loop.get():
+        cache = model_kwargs[CACHE]
+        if _stock_loop.get() and cache.get_seq_length():
+            raise ValueError(
+                f"Expected an empty cache for the stock loop, got one of {cache.get_seq_length()} tokens, which that "
+                "loop reads wrongly. Leave the cache out, or leave use_stock_loop()."
+            )
+        if not _stock_loop.get():
             return speculative_generate(
                 self,
                 assistant_model,
@@ -424,6 +400,15 @@ _HOOKS = {
 }
 
 
+def _wrap(original: Callable, hook: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self, *args, **kwargs):
+        return hook(original, self, *args, **kwargs)
+
+    setattr(wrapper, _ORIGINAL, original)
+    return wrapper
+
+
 def patch() -> None:
     """Teaches `generate()` to use DSpark drafters. Importing the package does this; a second call does nothing.
 
@@ -432,15 +417,13 @@ def patch() -> None:
     """
     for name, hook in _HOOKS.items():
         original = getattr(GenerationMixin, name)
-        if hasattr(original, _MARK):
-            continue
-        wrapped = functools.wraps(original)(functools.partialmethod(functools.partial(hook, original)))
-        setattr(GenerationMixin, name, wrapped)
+        if not hasattr(original, _ORIGINAL):
+            setattr(GenerationMixin, name, _wrap(original, hook))
 
 
 def unpatch() -> None:
     """Takes all hooks off again."""
     for name in _HOOKS:
-        original = getattr(getattr(GenerationMixin, name), _MARK, None)
+        original = getattr(getattr(GenerationMixin, name), _ORIGINAL, None)
         if original is not None:
             setattr(GenerationMixin, name, original)

@@ -215,6 +215,29 @@ class DSparkDrafter(PreTrainedModel):
         dtype = weight.dtype if weight is not None and weight.is_floating_point() else hidden.dtype
         return module(_to_module(hidden.to(dtype), module)).to(hidden.device, torch.float32)
 
+    def get_candidate_generator(
+        self,
+        target: PreTrainedModel,
+        *,
+        generation_config: Any,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+        **kwargs: Any,
+    ):
+        """The protocol by which `generate()` finds out how to draft: any assistant with this method is asked.
+
+        Args:
+            target (`PreTrainedModel`): the model that generates.
+            generation_config, logits_processor, model_kwargs, kwargs: the keywords of transformers'
+                `_get_candidate_generator`.
+
+        Returns:
+            a `CandidateGenerator` for one `generate()` call.
+        """
+        from .drafting_dspark import DSparkCandidateGenerator
+
+        return DSparkCandidateGenerator(target, self, generation_config, logits_processor, model_kwargs)
+
     # ---------------------------------------------------------------- the block
 
     def forward(

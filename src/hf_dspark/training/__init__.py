@@ -1,0 +1,1 @@
+"""Training a drafter: data, cached features, anchors, objective, trainer."""

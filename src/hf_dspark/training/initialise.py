@@ -119,7 +119,7 @@ def fit_bigrams(drafter: DSparkDrafter, samples: list[TrainingSample]) -> None:
         following.append(to_draft[ids[1:]])
     before, after = torch.cat(previous), torch.cat(following)
     before, after = before[after >= 0], after[after >= 0]
-    pairs = torch.sparse_coo_tensor(torch.stack([before, after]), torch.ones(len(before)), (config.vocab_size, size))
+    pairs = torch.sparse_coo_tensor(torch.stack([before, after]), torch.ones(len(before)), (config.vocab_size, size), check_invariants=True)
     pairs = pairs.coalesce()
     rows, columns = pairs.indices()
     row_sum = torch.zeros(config.vocab_size).index_add_(0, rows, pairs.values())
@@ -127,7 +127,7 @@ def fit_bigrams(drafter: DSparkDrafter, samples: list[TrainingSample]) -> None:
     # One pseudo-count drawn from the unigram distribution keeps rare pairs from counting as certain.
     unigram = column_sum[columns] / len(before)
     information = ((pairs.values() + unigram) / (row_sum[rows] + 1) / unigram).log()
-    matrix = torch.sparse_coo_tensor(pairs.indices(), information, pairs.shape).coalesce()
+    matrix = torch.sparse_coo_tensor(pairs.indices(), information, pairs.shape, check_invariants=True).coalesce()
     left, scale, right = torch.svd_lowrank(matrix, q=config.markov_rank, niter=4)
     drafter.markov_head.markov_w1.weight.copy_(left * scale.sqrt())
     drafter.markov_head.markov_w2.weight.copy_(right * scale.sqrt())

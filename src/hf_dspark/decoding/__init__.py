@@ -1,0 +1,1 @@
+"""Decoding: what happened in each round."""
