@@ -139,14 +139,21 @@ class DSparkDrafter(PreTrainedModel):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(config)
         if config.own_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, hidden).requires_grad_(False)
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         if config.own_embeddings or config.draft_vocab_size is not None:
             rows = config.draft_vocab_size or config.vocab_size
-            self.lm_head = nn.Linear(hidden, rows, bias=False).requires_grad_(False)
+            self.lm_head = nn.Linear(hidden, rows, bias=False)
         if config.draft_vocab_size is not None:
             # Draft id -> target id. Saved with the weights: without it every draft would be wrong.
             self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size), persistent=True)
         self.post_init()
+        self._freeze_copies()
+
+    def _freeze_copies(self) -> None:
+        """The target's embedding and head are shared and frozen (paper); copies of them are never trained."""
+        for copied in (self.embed_tokens, self.lm_head):
+            if copied is not None:
+                copied.requires_grad_(False)
 
     # ---------------------------------------------------------------- the target
 
@@ -405,6 +412,7 @@ class DSparkDrafter(PreTrainedModel):
                 f"missing {missing or 'none'} and unexpected {unexpected or 'none'}. The config and the weights do not "
                 "belong together: check markov_rank, markov_head_type, the confidence head and draft_vocab_size."
             )
+        drafter._freeze_copies()  # loading replaces parameters
         return (drafter, info) if wants_info else drafter
 
     def save_pretrained(self, save_directory, *args: Any, checkpoint_format: str = "dspark", **kwargs: Any) -> None:

@@ -22,18 +22,22 @@ class TeacherForced:
     Attributes:
         supervised (`torch.Tensor` of shape `(B, K, gamma)`, bool): which slots these are, N of them in this order.
         slots (`torch.Tensor` of shape `(N,)`): index of each slot in its block.
-        logits (`torch.Tensor` of shape `(N, draft_vocab)`): with the sequential head's bias.
-        target_probabilities (`torch.Tensor` of the same shape): the target's, on the draft vocabulary.
-        labels (`torch.Tensor` of shape `(N,)`): draft ids; -1 outside the draft vocabulary.
+        hidden (`torch.Tensor` of shape `(N, hidden_size)`): backbone outputs.
+        latent (`torch.Tensor` of shape `(N, rank)`, *optional*): of the sequential head.
         confidence_logits (`torch.Tensor` of shape `(N,)`, *optional*): raw.
+        labels (`torch.Tensor` of shape `(N,)`): draft ids of the true tokens; -1 outside the draft vocabulary.
+        target_hidden (`torch.Tensor` of shape `(N, hidden_size)`): the target's final state that predicts the label.
+        logsumexp (`torch.Tensor` of shape `(N,)`, *optional*): of the target's logits over its whole vocabulary.
     """
 
     supervised: torch.Tensor
     slots: torch.Tensor
-    logits: torch.Tensor
-    target_probabilities: torch.Tensor
-    labels: torch.Tensor
+    hidden: torch.Tensor
+    latent: torch.Tensor | None
     confidence_logits: torch.Tensor | None
+    labels: torch.Tensor
+    target_hidden: torch.Tensor
+    logsumexp: torch.Tensor | None
 
 
 def teacher_forced(
@@ -56,7 +60,7 @@ def teacher_forced(
         features (`torch.Tensor` of shape `(B, length, layers * hidden_size)`): target features.
         last_hidden (`torch.Tensor` of shape `(B, length, hidden_size)`): the target's final normalised states.
         logsumexp (`torch.Tensor` of shape `(B, length)`, *optional*): log-sum-exp of the target's logits over its
-            vocabulary; needed with a reduced draft vocabulary, computed from the logits otherwise.
+            vocabulary; needed with a reduced draft vocabulary.
         anchors (`torch.Tensor` of shape `(B, K)`): anchor positions.
         keep (`torch.Tensor` of shape `(B, K)`): False for blocks that only fill the batch.
 
@@ -91,28 +95,50 @@ def teacher_forced(
     # The vocabulary is by far the widest axis: heads and losses see supervised slots only.
     supervised = supervised_slots(loss_mask, anchors, keep, gamma)
     hidden = hidden[supervised]
-    logits = drafter.base_logits(hidden)
-    if latent is not None:
-        logits = logits + drafter.markov_head.markov_w2(latent[supervised]).float()
     confidence_logits = None
     if drafter.confidence_head is not None:
         confidence_logits = drafter.confidence_head(hidden, None if embedding is None else embedding[supervised])
-
     labels = labels[supervised]
+    if config.draft_vocab_size is not None:
+        draft_ids = labels.new_full((config.vocab_size,), -1)
+        draft_ids[drafter.draft_token_ids] = torch.arange(config.draft_vocab_size, device=labels.device)
+        labels = draft_ids[labels]
     sources = rows.expand_as(slots)[supervised], slots[supervised]  # the target predicts a label from the row before it
-    with torch.no_grad():
-        target_logits = drafter.base_logits(last_hidden[sources].to(drafter.dtype))
-        normaliser = target_logits.logsumexp(-1) if logsumexp is None else logsumexp[sources]
-        probabilities = (target_logits - normaliser[:, None]).exp()
-        if config.draft_vocab_size is not None:
-            draft_ids = labels.new_full((config.vocab_size,), -1)
-            draft_ids[drafter.draft_token_ids] = torch.arange(config.draft_vocab_size, device=labels.device)
-            labels = draft_ids[labels]
     return TeacherForced(
         supervised=supervised,
         slots=supervised.nonzero()[:, -1],
-        logits=logits,
-        target_probabilities=probabilities,
-        labels=labels,
+        hidden=hidden,
+        latent=None if latent is None else latent[supervised],
         confidence_logits=confidence_logits,
+        labels=labels,
+        target_hidden=last_hidden[sources].to(drafter.dtype),
+        logsumexp=None if logsumexp is None else logsumexp[sources],
     )
+
+
+def draft_logits(drafter: DSparkDrafter, hidden: torch.Tensor, latent: torch.Tensor | None) -> torch.Tensor:
+    """Corrected draft logits U + W2 z of slots, `(N, draft_vocab)`, in float32.
+
+    Args:
+        drafter ([`DSparkDrafter`]): owns or borrows the head.
+        hidden (`torch.Tensor` of shape `(N, hidden_size)`): backbone outputs.
+        latent (`torch.Tensor` of shape `(N, rank)`, *optional*): of the sequential head.
+    """
+    logits = drafter.base_logits(hidden)
+    return logits if latent is None else logits + drafter.markov_head.markov_w2(latent).float()
+
+
+def target_probabilities(
+    drafter: DSparkDrafter, target_hidden: torch.Tensor, logsumexp: torch.Tensor | None
+) -> torch.Tensor:
+    """The target's distribution on the draft vocabulary, `(N, draft_vocab)`, in float32; sums to at most one.
+
+    Args:
+        drafter ([`DSparkDrafter`]): its head is the target's, or rows of it.
+        target_hidden (`torch.Tensor` of shape `(N, hidden_size)`): the target's final normalised states.
+        logsumexp (`torch.Tensor` of shape `(N,)`, *optional*): of the target's logits over its whole vocabulary;
+            needed unless the draft vocabulary is the whole one.
+    """
+    logits = drafter.base_logits(target_hidden)
+    normaliser = logits.logsumexp(-1) if logsumexp is None else logsumexp
+    return (logits - normaliser[:, None]).exp()

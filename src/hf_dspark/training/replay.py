@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..modeling_dspark import DSparkDrafter
-from .blocks import teacher_forced
+from .blocks import draft_logits, teacher_forced
 from .cache import FeatureCache
 
 
@@ -57,8 +57,9 @@ def replay_greedy(drafter: DSparkDrafter, cache: FeatureCache, *, blocks_at_once
         for anchors in response[:-1].split(blocks_at_once):
             keep = torch.ones_like(anchors, dtype=torch.bool)[None]
             blocks = teacher_forced(drafter, **sample, anchors=anchors[None], keep=keep)
+            logits = draft_logits(drafter, blocks.hidden, blocks.latent)
             match = torch.zeros_like(blocks.supervised)
-            match[blocks.supervised] = blocks.logits.argmax(dim=-1) == blocks.labels
+            match[blocks.supervised] = logits.argmax(dim=-1) == blocks.labels
             prefix = match[0].long().cumprod(dim=-1).sum(dim=-1)
             lengths.update(zip(anchors.tolist(), prefix.tolist(), strict=True))
         anchor, last = int(response[0]), int(response[-1])

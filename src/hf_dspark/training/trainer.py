@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..modeling_dspark import DSparkDrafter
 from .anchors import anchor_generator, sample_anchors
 from .blocks import teacher_forced
 from .cache import FeatureCache
-from .loss import LossTerms, loss_terms
+from .loss import LossTerms, LossWeights, objective
 from .replay import replay_greedy
 
 
@@ -134,31 +135,22 @@ class DSparkTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self._seen: list[LossTerms] = []
 
-    def term_weights(self) -> dict[str, float]:
+    def loss_weights(self) -> LossWeights:
         """Weights of the loss terms at the present step."""
         args = self.args
-        weights = {"ce": args.ce_weight, "kl": args.kl_weight, "tv": args.tv_weight, "confidence": args.confidence_weight}
+        kl, tv = args.kl_weight, args.tv_weight
         if args.likelihood_first:
             progress = self.state.global_step / max(1, self.state.max_steps)
             grown = min(1.0, progress / args.likelihood_first)
-            weights["kl"] = 1 + (args.kl_weight - 1) * grown
-            weights["tv"] = args.tv_weight * grown
-        return weights
+            kl, tv = 1 + (kl - 1) * grown, tv * grown
+        return LossWeights(args.ce_weight, kl, tv, args.confidence_weight, args.loss_decay)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        blocks = teacher_forced(self.accelerator.unwrap_model(model), **inputs)
-        terms = loss_terms(
-            blocks.logits,
-            blocks.target_probabilities,
-            blocks.labels,
-            blocks.slots,
-            blocks.confidence_logits,
-            gamma=blocks.supervised.shape[-1],
-            decay=self.args.loss_decay,
-        )
-        self._seen.append(terms)
-        loss = sum(w * terms.mean(name) for name, w in self.term_weights().items() if w and name in terms.sums)
-        return (loss, blocks) if return_outputs else loss
+        drafter = self.accelerator.unwrap_model(model)
+        blocks = teacher_forced(drafter, **inputs)
+        terms = objective(drafter, blocks, self.loss_weights())
+        self._seen.append(dataclasses.replace(terms, loss=terms.loss.detach()))
+        return (terms.loss, blocks) if return_outputs else terms.loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._seen:
