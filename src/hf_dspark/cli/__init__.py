@@ -1,0 +1,1 @@
+"""The console script `hf-dspark`: one small module a sub-command, imported when it runs."""

@@ -1,0 +1,1 @@
+"""Evaluation: what a drafter gains, and proof that the text is the target's."""
