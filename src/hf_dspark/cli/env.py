@@ -25,6 +25,7 @@ def run() -> None:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
-        device = f"cpu, {torch.get_num_threads()} threads of {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+        threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} cores"
+        device = f"cpu, {threads}, {torch.backends.cpu.get_cpu_capability()}"
     print(f"device: {device}")
     print(f"hooks: {'off (HF_DSPARK_NO_PATCH)' if os.environ.get('HF_DSPARK_NO_PATCH') == '1' else 'on'}")

@@ -158,7 +158,9 @@ def _status(report: dict[str, Any]) -> str:
         f"{report['rounds']} rounds",
     ]
     if report["speedup"] is not None:
-        parts.append(f"speed-up {report['speedup']:.2f}x against plain ({report['plain_tokens_per_second']:.1f} tok/s)")
+        parts.append(
+            f"speed-up {report['speedup']:.2f}x against plain ({report['plain_tokens_per_second']:.1f} tok/s)"
+        )
     if report["identical"]:
         parts.append("output identical")
     elif report["identical"] is False:

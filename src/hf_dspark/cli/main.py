@@ -1,4 +1,4 @@
-"""Entry point of `hf-dspark`. Sub-commands import torch and transformers only when they run, so `--help` is instant."""
+"""Entry point of `hf-dspark`. Sub-commands load models only when they run, so a wrong option is told at once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def measure(
 @app.command()
 def train(
     responses: Annotated[Path, typer.Argument(help="JSONL of `prompt_ids` and the target's own `response_ids`.")],
-    output: Annotated[Path, typer.Argument(help="Folder for checkpoints and the drafter; an interrupted run resumes.")],
+    output: Annotated[
+        Path, typer.Argument(help="Folder for checkpoints and the drafter; an interrupted run resumes.")
+    ],
     target: Annotated[Optional[str], typer.Option(help="Folder or Hub id; default: the bundled target.")] = None,
     eval_responses: Annotated[
         Optional[Path], typer.Option(help="The same with the target's greedy answers to held-out prompts.")
@@ -95,9 +97,12 @@ def train(
         Optional[str], typer.Option(help="Layers that feed the drafter, such as 1,8,15,22,28; default: five, spread.")
     ] = None,
     mask_token_id: Annotated[
-        Optional[int], typer.Option(help="A token that never occurs in text; needed unless the target is the bundled one.")
+        Optional[int],
+        typer.Option(help="A token that never occurs in text; needed unless the target is the bundled one."),
     ] = None,
-    markov_rank: Annotated[int, typer.Option(min=0, help="0 trains DFlash: no sequential and no confidence head.")] = 64,
+    markov_rank: Annotated[
+        int, typer.Option(min=0, help="0 trains DFlash: no sequential and no confidence head.")
+    ] = 64,
     draft_vocab_size: Annotated[
         Optional[int], typer.Option(min=1, help="Most frequent tokens that can be drafted; default: all.")
     ] = None,

@@ -7,6 +7,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -78,7 +79,7 @@ def run(
     logging.set_verbosity_error()
     sets = {path.stem: read_prompts(path, limit) for path in prompts}
     model, tokenizer, draft = load_pair(drafter, target, dtype)
-    options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
@@ -133,11 +134,19 @@ def _table(results: dict[str, Measured], speed: bool, temperature: float, dtype:
         everything.identical += measured.identical
     for name, measured in (*results.items(), ("all", everything)):
         rates = ", ".join(f"{rate:.2f}" for rate in measured.trace.conditional_acceptance()[:3])
-        row = [name, str(measured.prompts), str(len(measured.trace.rounds)), f"{measured.trace.accepted_length:.2f}", rates]
+        row = [
+            name,
+            str(measured.prompts),
+            str(len(measured.trace.rounds)),
+            f"{measured.trace.accepted_length:.2f}",
+            rates,
+        ]
         if speed:
             middle = statistics.median(measured.speedups)
             low, _, high = (
-                statistics.quantiles(measured.speedups, n=4) if len(measured.speedups) > 1 else [middle, middle, middle]
+                statistics.quantiles(measured.speedups, n=4)
+                if len(measured.speedups) > 1
+                else [middle, middle, middle]
             )
             row += [f"{middle:.2f}x ({low:.2f}-{high:.2f})", f"{measured.identical} of {measured.prompts}"]
         table.add_row(*row)

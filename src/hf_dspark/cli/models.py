@@ -25,7 +25,9 @@ def load_pair(
     return load(drafter or str(DEMO_DRAFTER), target=target, dtype=precision)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], drafter: DSparkDrafter) -> BatchEncoding:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], drafter: DSparkDrafter
+) -> BatchEncoding:
     """Input ids of a conversation, with the chat template as in training; plain text without a template.
 
     Raises:

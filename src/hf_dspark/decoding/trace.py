@@ -89,6 +89,6 @@ class Trace:
         total = draft + verify + other or 1.0
         return (
             f"{len(self.rounds)} rounds, {self.drafted} drafted, {self.verified} verified, {self.accepted} accepted, "
-            f"accepted length {self.accepted_length:.2f}; time: draft {draft / total:.0%}, verify {verify / total:.0%}, "
-            f"other {other / total:.0%}"
+            f"accepted length {self.accepted_length:.2f}; time: draft {draft / total:.0%}, "
+            f"verify {verify / total:.0%}, other {other / total:.0%}"
         )

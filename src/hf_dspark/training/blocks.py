@@ -103,7 +103,10 @@ def teacher_forced(
         draft_ids = labels.new_full((config.vocab_size,), -1)
         draft_ids[drafter.draft_token_ids] = torch.arange(config.draft_vocab_size, device=labels.device)
         labels = draft_ids[labels]
-    sources = rows.expand_as(slots)[supervised], slots[supervised]  # the target predicts a label from the row before it
+    sources = (
+        rows.expand_as(slots)[supervised],
+        slots[supervised],
+    )  # the target predicts a label from the row before it
     return TeacherForced(
         supervised=supervised,
         slots=supervised.nonzero()[:, -1],

@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -80,7 +81,7 @@ class FeatureCache:
             for shard in self.manifest["shards"]
             for start, stop, response_start in shard["spans"]
         ]
-        self._files: dict[str, object] = {}
+        self._files: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return len(self._spans)

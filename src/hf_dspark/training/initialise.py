@@ -60,8 +60,8 @@ def copy_target_layers(
                 weight.copy_(theirs[name])
             else:
                 raise ValueError(
-                    f"Expected {name} of shape {tuple(weight.shape)} in layer {source} of {type(target).__name__}, got "
-                    f"{tuple(theirs[name].shape) if name in theirs else 'none'}. Train from random layers instead."
+                    f"Expected {name} of shape {tuple(weight.shape)} in layer {source} of {type(target).__name__}, "
+                    f"got {tuple(theirs[name].shape) if name in theirs else 'none'}. Train from random layers instead."
                 )
     drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     # The context of the first layer is what that layer read in the target: the deepest captured output, normalised.
@@ -119,7 +119,9 @@ def fit_bigrams(drafter: DSparkDrafter, samples: list[TrainingSample]) -> None:
         following.append(to_draft[ids[1:]])
     before, after = torch.cat(previous), torch.cat(following)
     before, after = before[after >= 0], after[after >= 0]
-    pairs = torch.sparse_coo_tensor(torch.stack([before, after]), torch.ones(len(before)), (config.vocab_size, size), check_invariants=True)
+    pairs = torch.sparse_coo_tensor(
+        torch.stack([before, after]), torch.ones(len(before)), (config.vocab_size, size), check_invariants=True
+    )
     pairs = pairs.coalesce()
     rows, columns = pairs.indices()
     row_sum = torch.zeros(config.vocab_size).index_add_(0, rows, pairs.values())

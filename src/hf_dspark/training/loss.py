@@ -10,7 +10,7 @@ y the label and c the confidence of a slot (paper, training):
     L     = w_ce CE + w_kl KL + w_tv TV + w_conf BCE
 
 Each term is sum(w_k x) / (sum(w_k) + 1e-6) over supervised slots with w_k = exp(-k / decay), k = 0, 1, ...
-With a reduced draft vocabulary p is not renormalised: its mass on tokens the drafter cannot propose counts as rejected.
+With a reduced draft vocabulary p is not renormalised: its mass on tokens the drafter cannot propose is rejected.
 
 The vocabulary is processed in chunks of rows, gradients included: at no time do logits of more than one chunk exist,
 so memory does not grow with anchors x vocabulary, and a chunk stays in the processor's cache. Per row, with

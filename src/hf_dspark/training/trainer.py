@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from ..modeling_dspark import DSparkDrafter
 from .anchors import anchor_generator, sample_anchors
@@ -101,6 +101,7 @@ class DSparkTrainer(Trainer):
     """
 
     args: DSparkTrainingArguments
+    control: TrainerControl
 
     def __init__(
         self,
@@ -157,7 +158,9 @@ class DSparkTrainer(Trainer):
             for name in self._seen[0].sums:
                 total = sum(terms.sums[name].item() for terms in self._seen)
                 logs[name] = total / (sum(terms.weights[name].item() for terms in self._seen) + 1e-6)
-            rates = sum(terms.acceptance for terms in self._seen) / sum(terms.slots for terms in self._seen).clamp(min=1)
+            rates = sum(terms.acceptance for terms in self._seen) / sum(terms.slots for terms in self._seen).clamp(
+                min=1
+            )
             # Bonus token included; slots are treated as independent given the text, as in training.
             logs["expected_accepted_length"] = 1 + rates.cumprod(0).sum().item()
             self._seen.clear()
