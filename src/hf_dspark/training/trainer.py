@@ -124,6 +124,11 @@ class DSparkTrainer(Trainer):
                     f"Expected a feature cache with {what} {ours}, got {theirs} in {cache.directory}. "
                     "Build a cache for this drafter's target and target_layer_ids."
                 )
+        if args.bf16:
+            # Autocast keeps casts of trained weights only; a frozen float32 matrix would be cast in every chunk.
+            for frozen in (drafter.embed_tokens, drafter.lm_head):
+                if frozen is not None:
+                    frozen.to(torch.bfloat16)
         super().__init__(
             model=drafter,
             args=args,
@@ -169,7 +174,8 @@ class DSparkTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Replays the speculative rounds of the evaluation set and reports their accepted length."""
         cache = eval_dataset if eval_dataset is not None else self.eval_dataset
-        result = replay_greedy(self.accelerator.unwrap_model(self.model), cache)
+        with self.compute_loss_context_manager():
+            result = replay_greedy(self.accelerator.unwrap_model(self.model), cache)
         metrics = {f"{metric_key_prefix}_accepted_length": result.accepted_length}
         for slot, rate in enumerate(result.conditional_acceptance, start=1):
             metrics[f"{metric_key_prefix}_acceptance@{slot}"] = rate
