@@ -67,6 +67,7 @@ def load(
     """
     if str(drafter) == str(DEMO_DRAFTER) and target is None:
         return load_demo(dtype=dtype)
+    check_exists(drafter, "drafter")
     config = DSparkConfig.from_pretrained(drafter)
     name = target or config.target_name_or_path
     if name is None:
@@ -74,6 +75,7 @@ def load(
             f"Expected target_name_or_path in the config of {drafter}, got none. Pass target= with the model that the "
             "drafter was trained for."
         )
+    check_exists(name, "target")
     described = AutoConfig.from_pretrained(name)
     if described.model_type == DSparkConfig.model_type or getattr(described, "target_layer_ids", None):
         raise ValueError(
@@ -87,6 +89,15 @@ def load(
     loaded.borrow(model)
     warn_of_other_weights(model, loaded)
     return model, tokenizer, loaded
+
+
+def check_exists(name: str | Path, what: str) -> None:
+    """Raises FileNotFoundError if `name` can only be a path, and nothing is there."""
+    text = str(name)
+    if (text.count("/") > 1 or text.startswith((".", "/", "~"))) and not Path(text).expanduser().exists():
+        raise FileNotFoundError(
+            f"Expected a folder or a Hub id (owner/name) for the {what}, got {text}: no such folder."
+        )
 
 
 def load_demo(

@@ -17,7 +17,7 @@ from ..decoding.trace import Trace
 from ..drafting_dspark import Round
 from ..evaluation.audit import audit_greedy
 from ..modeling_dspark import DSparkDrafter
-from .models import encode, load_pair
+from .models import check_messages, encode, load_pair
 
 REPEATS = 3
 DRAFTED, OWN = "bold cyan", "yellow"
@@ -81,13 +81,11 @@ def run(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = Console(highlight=False)
-    model, tokenizer, draft = load_pair(drafter, target, dtype)
-    if confidence_threshold is not None:
-        draft.config.confidence_threshold = confidence_threshold
-    if num_draft_tokens is not None:
-        draft.config.num_draft_tokens = num_draft_tokens
-    draft.config.check_drafting()
-    inputs = encode(tokenizer, [{"role": "user", "content": prompt}], draft).to(model.device)
+    messages = [{"role": "user", "content": prompt}]
+    check_messages(messages)
+    settings = {"confidence_threshold": confidence_threshold, "num_draft_tokens": num_draft_tokens}
+    model, tokenizer, draft = load_pair(drafter, target, dtype, **settings)
+    inputs = encode(tokenizer, messages, draft).to(model.device)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}

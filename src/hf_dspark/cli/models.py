@@ -5,24 +5,45 @@ from __future__ import annotations
 import torch
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..loading import DEMO_DRAFTER, load
+from ..configuration_dspark import DSparkConfig
+from ..loading import DEMO_DRAFTER, check_exists, load
 from ..modeling_dspark import DSparkDrafter
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def load_pair(
-    drafter: str | None, target: str | None, dtype: str
+    drafter: str | None, target: str | None, dtype: str, **settings: float | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DSparkDrafter]:
     """Target, tokenizer and drafter of the options; the bundled pair by default.
 
+    Args:
+        drafter, target (`str`, *optional*): folders or Hub ids.
+        dtype (`str`): one of `DTYPES`.
+        settings: fields of the drafter's config to change; `None` leaves one as it is.
+
     Raises:
-        ValueError: if `dtype` is unknown or the models do not fit.
+        ValueError: if `dtype` or a setting is out of range (before weights are read), or the models do not fit.
     """
     if dtype not in DTYPES:
         raise ValueError(f"Expected --dtype out of {', '.join(DTYPES)}, got {dtype!r}.")
     precision = dtype if dtype == "auto" else getattr(torch, dtype)
-    return load(drafter or str(DEMO_DRAFTER), target=target, dtype=precision)
+    name = drafter or str(DEMO_DRAFTER)
+    changes = {key: value for key, value in settings.items() if value is not None}
+    if changes:
+        check_exists(name, "drafter")
+        config = DSparkConfig.from_pretrained(name)
+        config.update(changes)
+        config.check_drafting()
+    model, tokenizer, loaded = load(name, target=target, dtype=precision)
+    loaded.config.update(changes)
+    return model, tokenizer, loaded
+
+
+def check_messages(messages: list[dict[str, str]]) -> None:
+    """Raises ValueError if the last message is empty."""
+    if not messages or not messages[-1]["content"].strip():
+        raise ValueError("Expected a prompt with some text, got an empty one. Say what the model should answer.")
 
 
 def encode(
@@ -33,8 +54,7 @@ def encode(
     Raises:
         ValueError: if the last message is empty.
     """
-    if not messages or not messages[-1]["content"].strip():
-        raise ValueError("Expected a prompt with some text, got an empty one.")
+    check_messages(messages)
     if tokenizer.chat_template is None:
         return tokenizer(messages[-1]["content"], return_tensors="pt")
     return tokenizer.apply_chat_template(
