@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_dspark import DraftBlock, DSparkConfig, DSparkDrafter
+from hf_dspark import DraftBlock, DSparkConfig, DSparkDrafter, Trace
 
 VOCAB = 48
 MASK = 47
@@ -143,3 +143,19 @@ def broken(target: PreTrainedModel, **changes) -> DSparkDrafter:
 def prompt(length: int = 7, *, seed: int = 3) -> torch.Tensor:
     """Random prompt ids, `(1, length)`."""
     return torch.randint(2, VOCAB - 1, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy_pair(target: PreTrainedModel, drafter: DSparkDrafter, ids: torch.Tensor, fresh=dict, **options):
+    """Plain and drafted greedy generation, and the trace of the latter; `fresh()` gives options that have a memory."""
+    plain = target.generate(ids, do_sample=False, **options, **fresh())
+    with Trace() as trace:
+        drafted = target.generate(ids, do_sample=False, assistant_model=drafter, **options, **fresh())
+    return plain, drafted, trace
+
+
+def assert_greedy_identity(target: PreTrainedModel, drafter: DSparkDrafter, ids: torch.Tensor, fresh=dict, **options):
+    """Drafted greedy ids equal plain ones, and drafts were really verified; returns the trace."""
+    plain, drafted, trace = greedy_pair(target, drafter, ids, fresh, **options)
+    assert drafted.tolist() == plain.tolist()
+    assert trace.verified > 0
+    return trace
