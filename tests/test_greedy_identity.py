@@ -67,10 +67,14 @@ def test_text_ends_at_the_length_limit(llama, make, length):
     assert (trace.verified > 0) == (length > 2)
 
 
-def test_a_long_prompt_and_a_prompt_of_one_token_work(llama):
-    for length in (1, 90):
-        assert_greedy_identity(llama, mixed(llama), prompt(length), max_new_tokens=12)
-        assert_greedy_identity(llama, tiny_drafter(llama), prompt(length), max_new_tokens=12)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 8}], ids=["one forward", "chunks"])
+def test_a_prompt_of_any_length_works(family, options):
+    """One token; exactly the sliding window; far more than it, also read in chunks."""
+    target = tiny_target(family)
+    for length in (1, 12, 90):
+        assert_greedy_identity(target, mixed(target), prompt(length), max_new_tokens=12, **options)
+        assert_greedy_identity(target, tiny_drafter(target), prompt(length), max_new_tokens=12, **options)
 
 
 @pytest.mark.parametrize("tokens", range(6))
