@@ -77,11 +77,22 @@ class _Outputs:
         if self.attentions is not None:
             layers = outputs.attentions
             if row is not None and layers is not None:
-                layers = tuple(None if x is None else x[..., row : row + 1, :length] for x in layers)
+                windows = [getattr(layer, "sliding_window", None) for layer in outputs[CACHE].layers]
+                layers = tuple(
+                    None if x is None else _attention_row(x, row, length, window)
+                    for x, window in zip(layers, windows, strict=True)
+                )
             self.attentions += (layers,)
         if self.hidden_states is not None:
             layers = outputs.hidden_states
             self.hidden_states += (layers if row is None else tuple(x[:, row : row + 1] for x in layers),)
+
+
+def _attention_row(attention: torch.Tensor, row: int, length: int, window: int | None) -> torch.Tensor:
+    """One row of a forward's attention, over the keys that a forward of this row alone would have had."""
+    later = attention.shape[-2] - row - 1  # rows after it, which it does not see
+    end = min(length, attention.shape[-1] - later)
+    return attention[..., row : row + 1, max(0, end - window) if window else 0 : end]
 
 
 def speculative_generate(
@@ -135,8 +146,6 @@ def _rounds(
     do_sample = generation_config.do_sample
     recorded = _Outputs(generation_config)
     observe = round_observer.get()
-    cache = model_kwargs[CACHE]
-    cache.activate_past_recording()
     finished = False
     rounds = drafted = gained = 0
 
@@ -169,6 +178,7 @@ def _rounds(
 
     outputs = target._prefill(input_ids, generation_config, model_kwargs)
     _check_rolls_back(outputs[CACHE], target)
+    outputs[CACHE].activate_past_recording()  # only now: rows of the prompt are never taken back
     generator.commit_prompt()
     commit(outputs, None, from_target)
     model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs)
@@ -213,6 +223,9 @@ def _rounds(
                 record.draft_seconds, record.verify_seconds = drafted_at - started, verified_at - drafted_at
                 record.other_seconds = time.perf_counter() - verified_at
                 observe(record)
+
+    for layer in outputs[CACHE].layers:
+        layer.record_past = False  # what is returned goes on in plain generation, which never crops
 
     if streamer is not None:
         streamer.end()
