@@ -16,7 +16,6 @@ import torch
 
 from hf_dspark import generation_dspark
 
-_multinomial = torch.multinomial
 TINY = 1e-12
 
 
@@ -46,11 +45,14 @@ class _Path:
         return torch.tensor(chosen).reshape(*weights.shape[:-1], 1)
 
     def accept(self, rule: Callable, p: torch.Tensor, q: torch.Tensor | None, draft: int) -> tuple[bool, int]:
-        def accepts(uniform: float) -> bool:
-            with uniform_is(uniform), mock.patch("torch.multinomial", _multinomial):
-                return rule(p, q, draft)[0]
+        uniform = torch.zeros((), dtype=torch.float64)
 
-        share = accepted_share(accepts)
+        def accepts(value: float) -> bool:
+            uniform.fill_(value)
+            return rule(p, q, draft)[0]
+
+        with mock.patch("torch.rand", return_value=uniform), mock.patch("torch.multinomial", _first):
+            share = accepted_share(accepts)
         accepted = self.choose([1 - share, share]) == 1
         with uniform_is(share / 2 if accepted else (1 + share) / 2):
             kept, token = rule(p, q, draft)
@@ -58,8 +60,12 @@ class _Path:
         return kept, token
 
 
+def _first(weights: torch.Tensor, num_samples: int) -> torch.Tensor:
+    return torch.zeros(num_samples, dtype=torch.long)
+
+
 def uniform_is(value: float):
-    return mock.patch("torch.rand", lambda *shape, **kwargs: torch.tensor(value, dtype=torch.float64))
+    return mock.patch("torch.rand", return_value=torch.tensor(value, dtype=torch.float64))
 
 
 def accepted_share(accepts: Callable[[float], bool]) -> float:
@@ -69,7 +75,7 @@ def accepted_share(accepts: Callable[[float], bool]) -> float:
     if not accepts(0.0):
         return 0.0
     low, high = 0.0, 1.0
-    for _ in range(32):
+    for _ in range(28):
         middle = (low + high) / 2
         low, high = (middle, high) if accepts(middle) else (low, middle)
     return (low + high) / 2

@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from hf_dspark import Trace
+from hf_dspark._compat import CACHE, SLIDING_CACHE_ROLLS_BACK
 from tiny import (
     FAMILIES,
     VOCAB,
@@ -22,9 +25,6 @@ from tiny import (
     tiny_drafter,
     tiny_target,
 )
-
-from hf_dspark import Trace
-from hf_dspark._compat import CACHE, SLIDING_CACHE_ROLLS_BACK
 
 DRAFTERS = {
     "random": tiny_drafter,
@@ -95,7 +95,7 @@ def test_any_confidence_threshold_is_lossless(family, threshold):
     assert trace.verified < trace.drafted
     for record in trace.rounds:
         kept = [value >= threshold for value in record.confidences]
-        assert record.verified == (kept + [False]).index(False)
+        assert record.verified == [*kept, False].index(False)
 
 
 @given(data=st.data(), length=st.integers(1, 14), family=st.sampled_from(["llama", "mistral"]))

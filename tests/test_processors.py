@@ -9,10 +9,10 @@ import copy
 
 import pytest
 import torch
-from tiny import assert_greedy_identity, mixed, prompt, tiny_drafter, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_dspark import Trace
+from tiny import assert_greedy_identity, mixed, prompt, tiny_drafter, tiny_target
 
 LENGTH = prompt().shape[1]
 BUILT_IN = {
@@ -150,6 +150,8 @@ def test_processors_given_by_the_user_are_not_left_changed_by_drafting(llama):
     before = copy.deepcopy(processor.__dict__)
     drafted = tiny_drafter(llama)
     with Trace() as trace:
-        llama.generate(prompt(), max_new_tokens=1, do_sample=False, assistant_model=drafted, logits_processor=[processor])
+        llama.generate(
+            prompt(), max_new_tokens=1, do_sample=False, assistant_model=drafted, logits_processor=[processor]
+        )
     assert not trace.rounds  # one token comes from the prefill
     assert processor.lengths == [*before["lengths"], LENGTH]

@@ -1,16 +1,16 @@
 """The second route: the same drafts through transformers' own assisted loop, within that loop's limits.
 
-Greedy text without stops is that of plain generation on every version. Where the stock loop is known to fall short, our
-loop is shown to be right on the same request; the stock loop's answer is not asserted, since it differs by version.
+Greedy text without stops is that of plain generation on every version. Where the stock loop is known to fall short,
+our loop is shown to be right on the same request; the stock loop's answer is not asserted, as it differs by version.
 """
 
 import pytest
 import torch
-from tiny import FAMILIES, assert_greedy_identity, mixed, perfect, prompt, tiny_drafter, tiny_target
 from transformers import StoppingCriteria
 
 from hf_dspark import DSparkCandidateGenerator, Trace, use_stock_loop
 from hf_dspark._compat import CACHE
+from tiny import FAMILIES, assert_greedy_identity, mixed, perfect, prompt, tiny_drafter, tiny_target
 
 
 class StopAt(StoppingCriteria):
@@ -74,7 +74,10 @@ def test_a_filled_cache_is_refused(llama):
     drafter = mixed(llama)
     first = llama.generate(prompt(), do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
     again = {"do_sample": False, "max_new_tokens": 5, "assistant_model": drafter, CACHE: first[CACHE]}
-    with use_stock_loop(), pytest.raises(ValueError, match="Expected an empty cache for the stock loop, got one of 11"):
+    with (
+        use_stock_loop(),
+        pytest.raises(ValueError, match="Expected an empty cache for the stock loop, got one of 11"),
+    ):
         llama.generate(first.sequences, **again)
     with Trace() as trace:
         llama.generate(first.sequences, **again)  # ours takes it

@@ -7,16 +7,14 @@ and a criterion with a memory must see each committed token once and never a rej
 
 import pytest
 import torch
-from tiny import SHAPE, VOCAB, mixed, perfect, prompt, tiny_drafter, tiny_target
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dspark import Trace
 from hf_dspark._compat import CACHE, SLIDING_CACHE_ROLLS_BACK
+from tiny import LETTERS, VOCAB, letter_tokenizer, mixed, perfect, prompt, tiny_drafter, tiny_target
 
 LENGTH = prompt().shape[1]
-LETTERS = [chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i in range(VOCAB)]
 
 
 class Recorder(BaseStreamer):
@@ -57,11 +55,7 @@ def text(llama):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One letter a token, so that any two tokens of a text make a stop string."""
-    core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="a"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="a", eos_token="b")
+    return letter_tokenizer()
 
 
 def both(target, drafter, fresh=dict, **options):
@@ -70,9 +64,7 @@ def both(target, drafter, fresh=dict, **options):
     options = {"do_sample": False, "max_new_tokens": 24, **options}
     plain = target.generate(prompt(), streamer=plain_stream, **options, **fresh())
     with Trace() as trace:
-        drafted = target.generate(
-            prompt(), streamer=drafted_stream, assistant_model=drafter, **options, **fresh()
-        )
+        drafted = target.generate(prompt(), streamer=drafted_stream, assistant_model=drafter, **options, **fresh())
     assert drafted_stream.puts == plain_stream.puts
     assert drafted_stream.ends == plain_stream.ends == 1
     return plain, drafted, trace
@@ -219,7 +211,3 @@ def test_only_what_was_asked_for_is_returned(llama):
     assert_same_outputs(plain, drafted)
     assert set(drafted.keys()) == set(plain.keys())
     assert trace.verified > 0
-
-
-def test_the_letters_cover_the_vocabulary():
-    assert len(set(LETTERS)) == SHAPE["vocab_size"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -11,6 +12,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -19,6 +21,7 @@ from hf_dspark import DraftBlock, DSparkConfig, DSparkDrafter, Trace
 
 VOCAB = 48
 MASK = 47
+LETTERS = [chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i in range(VOCAB)]
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -42,7 +45,9 @@ FAMILIES = {
 }
 
 
-def tiny_target(family: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes) -> PreTrainedModel:
+def tiny_target(
+    family: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes
+) -> PreTrainedModel:
     """A random target of a family; float64 unless a test is about another dtype."""
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
@@ -73,7 +78,9 @@ def drafter_config(target: PreTrainedModel | None = None, **changes) -> DSparkCo
     )
 
 
-def tiny_drafter(target: PreTrainedModel | None = None, *, seed: int = 1, cls: type = DSparkDrafter, **changes) -> DSparkDrafter:
+def tiny_drafter(
+    target: PreTrainedModel | None = None, *, seed: int = 1, cls: type = DSparkDrafter, **changes
+) -> DSparkDrafter:
     """A random drafter for a tiny target, in the target's dtype."""
     torch.manual_seed(seed)
     drafter = cls(drafter_config(target, **changes)).eval()
@@ -90,7 +97,9 @@ class ScriptedDrafter(DSparkDrafter):
     script = None
 
     @torch.no_grad()
-    def propose(self, context, anchor_ids, *, num_draft_tokens=None, do_sample=False, processors=None, prefix_ids=None):
+    def propose(
+        self, context, anchor_ids, *, num_draft_tokens=None, do_sample=False, processors=None, prefix_ids=None
+    ):
         context.take(self.device, self.dtype)
         keep = self.config.block_size if num_draft_tokens is None else min(self.config.block_size, num_draft_tokens)
         tokens = torch.tensor([list(self.script(prefix_ids, keep))[:keep]], dtype=torch.long)
@@ -159,3 +168,11 @@ def assert_greedy_identity(target: PreTrainedModel, drafter: DSparkDrafter, ids:
     assert drafted.tolist() == plain.tolist()
     assert trace.verified > 0
     return trace
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One letter a token, so that any two tokens of a text make a stop string."""
+    core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="a"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="a", eos_token="b")
