@@ -133,7 +133,8 @@ class FeatureCache:
             `FeatureCache`: the finished cache.
 
         Raises:
-            ValueError: if the folder holds a cache of another target, other layers or other samples.
+            ValueError: if the folder holds a cache of another target, other layers or other samples, or if the target
+                changes its head's output (softcap, scaling).
             OSError: if the disk cannot hold the cache, before anything is computed.
         """
         directory = Path(directory)
@@ -174,6 +175,8 @@ class FeatureCache:
                 f"Feature cache: {needed / 1e9:.2f} GB for {tokens:,} tokens ({row_bytes / 1e3:.1f} GB a million)."
             )
 
+        if needed:
+            _check_head(target, samples[done])
         shards = range(done, len(samples), samples_per_shard)
         for start in logging.tqdm(shards, desc="target features", unit="shard", disable=not len(shards)):
             shard = samples[start : start + samples_per_shard]
@@ -188,6 +191,19 @@ class FeatureCache:
             temporary.write_text(json.dumps(manifest))
             temporary.replace(path)
         return cls(directory)
+
+
+def _check_head(target: PreTrainedModel, sample: TrainingSample) -> None:
+    """Training takes the target's logits to be its head applied to its final state; some models do more."""
+    ids = torch.tensor([sample.input_ids[:32]], device=target.device)
+    hidden = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    ours, theirs = target.get_output_embeddings()(hidden).float(), target(ids, use_cache=False).logits.float()
+    error = (ours - theirs).abs().max().item()
+    if error > 1e-2 * theirs.abs().max().item():
+        raise ValueError(
+            f"Expected a target whose logits are its head's output, got a difference of {error:.3g} from "
+            f"{type(target).__name__}, which scales or caps them. Training for such a target is not supported."
+        )
 
 
 def _shard(

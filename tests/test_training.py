@@ -1,0 +1,273 @@
+"""Training: exactly the right slots are supervised, nothing leaks, and what is learned is what generation does."""
+
+import pytest
+import torch
+from tiny import VOCAB, prompt, tiny_drafter, tiny_target
+from torch.testing import assert_close
+
+from hf_dspark import DSparkTrainer, DSparkTrainingArguments, Trace
+from hf_dspark.features_dspark import TargetFeatures
+from hf_dspark.training import cache as cache_module
+from hf_dspark.training.anchors import anchor_generator, block_mask, sample_anchors, supervised_slots
+from hf_dspark.training.blocks import draft_logits, target_probabilities, teacher_forced
+from hf_dspark.training.cache import FeatureCache
+from hf_dspark.training.data import TrainingSample, frequent_tokens
+from hf_dspark.training.initialise import copy_head_rows, copy_target_layers, fit_bigrams
+from hf_dspark.training.loss import LossWeights, objective
+from hf_dspark.training.replay import replay_greedy
+from hf_dspark.training.trainer import AnchorDataset, collate
+
+
+def greedy_samples(target, count, length=24):
+    samples = []
+    for seed in range(count):
+        ids = prompt(5, seed=seed)
+        text = target.generate(ids, max_new_tokens=length, do_sample=False)
+        samples.append(TrainingSample(tuple(text[0].tolist()), 5))
+    return samples
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def samples(target):
+    return greedy_samples(target, 8)
+
+
+@pytest.fixture
+def cache(target, samples, tmp_path):
+    return FeatureCache.build(target, samples, tmp_path / "features", layer_ids=[0, 2], samples_per_shard=3)
+
+
+def batch_of(cache, anchors=6):
+    dataset = AnchorDataset(cache, anchors, seed=0)
+    return collate([dataset[index] for index in range(len(dataset))])
+
+
+# ------------------------------------------------------------------ anchors
+
+
+def test_the_exact_slots_that_are_supervised():
+    loss_mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 0, 0]], dtype=torch.bool)
+    anchors = torch.tensor([[2, 3, 6, 7]])
+    keep = torch.tensor([[True, True, True, False]])
+    slots = supervised_slots(loss_mask, anchors, keep, gamma=3)
+    # Labels of anchor 2: 3, 4, 5 (5 is outside the response). Of 3: 4, then 5. Of 6: 7, then 8. 7 only fills the batch.
+    assert slots[0].tolist() == [[True, True, False], [True, False, False], [True, False, False], [False] * 3]
+
+
+def test_a_block_at_the_end_of_the_text_is_cut():
+    slots = supervised_slots(torch.ones(1, 6, dtype=torch.bool), torch.tensor([[4]]), torch.ones(1, 1, dtype=torch.bool), 4)
+    assert slots[0, 0].tolist() == [True, False, False, False]
+
+
+def test_anchors_need_their_own_and_the_next_token_in_the_response():
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1], dtype=torch.bool)
+    assert sample_anchors(mask, 99, anchor_generator(0, 0, 0)).tolist() == [1, 6, 7]
+
+
+def test_anchors_depend_on_seed_epoch_and_sample_alone():
+    mask = torch.ones(200, dtype=torch.bool)
+
+    def draw(*key):
+        return sample_anchors(mask, 5, anchor_generator(*key)).tolist()
+
+    assert draw(1, 2, 3) == draw(1, 2, 3)
+    assert len({tuple(draw(*key)) for key in [(1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4)]}) == 4
+
+
+def test_the_exact_attention_mask():
+    mask = block_mask(torch.tensor([[2, 4]]), length=5, gamma=2)[0, 0].int().tolist()
+    first, second = [1, 1, 0, 0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert mask == [first, first, second, second]
+    sliding = block_mask(torch.tensor([[4]]), length=5, gamma=2, window=3)[0, 0].int().tolist()
+    assert sliding == [[0, 1, 1, 1, 0, 1, 1]] * 2
+
+
+def test_a_block_sees_neither_the_future_nor_other_blocks(target, cache):
+    drafter = tiny_drafter(target).bind(target)
+    batch = batch_of(cache)
+    blocks = teacher_forced(drafter, **batch)
+    first = int(batch["anchors"][0, 0])
+    rows = slice(0, int(blocks.supervised[0, 0].sum()))
+    logits = draft_logits(drafter, blocks.hidden, blocks.latent)[rows]
+    batch["features"] = batch["features"].clone()
+    batch["features"][0, first:] += 5.0
+    batch["anchors"] = batch["anchors"].clone()
+    batch["anchors"][0, 1:] = batch["anchors"][0, -1]
+    after = teacher_forced(drafter, **batch)
+    assert_close(draft_logits(drafter, after.hidden, after.latent)[rows], logits, rtol=0, atol=1e-5)
+    batch["features"][0, first - 1] += 5.0  # the last row it does see
+    seen = teacher_forced(drafter, **batch)
+    assert (draft_logits(drafter, seen.hidden, seen.latent)[rows] - logits).abs().max() > 1e-3
+
+
+def test_a_batch_without_supervised_slots_costs_nothing(target, cache):
+    drafter = tiny_drafter(target).bind(target)
+    batch = batch_of(cache)
+    batch["keep"] = torch.zeros_like(batch["keep"])
+    terms = objective(drafter, teacher_forced(drafter, **batch), LossWeights())
+    assert terms.loss.item() == 0
+    terms.loss.backward()
+    assert all(torch.isfinite(w.grad).all() for w in drafter.parameters() if w.grad is not None)
+
+
+# ------------------------------------------------------------------ features
+
+
+def test_cached_rows_are_the_targets_own(target, samples, cache):
+    stored = [cache[index] for index in range(len(cache))]
+    assert sum(len(row["input_ids"]) for row in stored) == sum(len(sample.input_ids) for sample in samples)
+    for row in stored:
+        with TargetFeatures(target, [0, 2]) as features, torch.no_grad():
+            output = target(row["input_ids"][None])
+            assert_close(row["features"], features.take()[0], rtol=0, atol=1e-5)
+        assert_close(row["logsumexp"], output.logits[0].logsumexp(-1), rtol=0, atol=1e-5)
+        assert row["loss_mask"].sum() == 24
+
+
+def test_an_interrupted_cache_resumes_where_it_stopped(target, samples, tmp_path, monkeypatch):
+    real, calls = cache_module._shard, []
+
+    def dies(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(cache_module, "_shard", dies)
+    options = {"layer_ids": [0, 2], "samples_per_shard": 2}
+    with pytest.raises(KeyboardInterrupt):
+        FeatureCache.build(target, samples, tmp_path, **options)
+    with pytest.raises(ValueError, match="got 2 finished shards"):
+        FeatureCache(tmp_path)
+    resumed = FeatureCache.build(target, samples, tmp_path, **options)
+    assert len(calls) == 5
+    assert len(resumed) == 8
+    for changes in ({"layer_ids": [0, 1]}, {"samples": samples[:-1]}):
+        with pytest.raises(ValueError, match="Expected a cache with"):
+            FeatureCache.build(target, **{"samples": samples, "directory": tmp_path, **options, **changes})
+
+
+def test_a_softcapped_target_keeps_its_probabilities(tmp_path):
+    capped = tiny_target("gemma2", dtype=torch.float32)
+    with pytest.raises(ValueError, match="Expected a target whose logits are its head's output"):
+        FeatureCache.build(capped, greedy_samples(capped, 2), tmp_path, layer_ids=[0, 2])
+
+
+def test_a_reduced_vocabulary_does_not_renormalise_the_target(target, samples, cache):
+    drafter = tiny_drafter(target, draft_vocab_size=20).bind(target)
+    kept = frequent_tokens(samples, 20, vocab_size=VOCAB)
+    copy_head_rows(drafter, target, kept)
+    assert torch.equal(drafter.lm_head.weight, target.get_output_embeddings().weight[kept])
+    batch = batch_of(cache)
+    blocks = teacher_forced(drafter, **batch)
+    p = target_probabilities(drafter, blocks.target_hidden, blocks.logsumexp)
+    full = target.get_output_embeddings()(blocks.target_hidden).softmax(-1)
+    assert_close(p, full[:, kept], rtol=0, atol=1e-5)
+    assert (p.sum(-1) < 0.999).any()
+    labels = batch["input_ids"][0, batch["anchors"][0, 0] + 1]
+    assert blocks.labels[0] == (kept.index(int(labels)) if int(labels) in kept else -1)
+    terms = objective(drafter, blocks, LossWeights())
+    q = draft_logits(drafter, blocks.hidden, blocks.latent).softmax(-1)
+    tv = (q - p).abs().sum(-1) + 1 - p.sum(-1)
+    assert_close(terms.acceptance.sum(), (1 - tv / 2).sum().detach(), rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------ starts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_of_the_target_are_copied(family, samples):
+    model = tiny_target(family, dtype=torch.float32)
+    drafter = tiny_drafter(model)
+    copy_target_layers(drafter, model, [2, 3], samples)
+    for ours, theirs in zip(drafter.layers, model.model.layers[2:], strict=True):
+        assert torch.equal(ours.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)
+        assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+    assert torch.equal(drafter.norm.weight, model.model.norm.weight)
+    with pytest.raises(ValueError, match="Expected .* of shape .* Train from random layers"):
+        copy_target_layers(tiny_drafter(model, intermediate_size=40), model, [2, 3], samples)
+
+
+def test_bigrams_raise_what_follows(target, samples):
+    drafter = tiny_drafter(target, markov_rank=16)
+    fit_bigrams(drafter, samples)
+    head = drafter.markov_head
+    bias = head.markov_w2(head.markov_w1.weight)
+    pairs = [(a, b) for s in samples for a, b in zip(s.input_ids[4:-1], s.input_ids[5:], strict=True)]
+    seen = torch.tensor(pairs)
+    assert bias[seen[:, 0], seen[:, 1]].mean() > bias.mean() + 0.5
+
+
+# ------------------------------------------------------------------ the trainer
+
+
+def arguments(path, **changes):
+    options = {
+        "output_dir": str(path), "max_steps": 20, "learning_rate": 5e-3, "per_device_train_batch_size": 4,
+        "anchors_per_sample": 8, "logging_steps": 1, "save_steps": 10, "use_cpu": True, "report_to": "none",
+        "disable_tqdm": True, "kl_weight": 0.5, "likelihood_first": 0.5,
+    }  # fmt: skip
+    return DSparkTrainingArguments(**{**options, **changes})
+
+
+def losses(trainer):
+    return [(log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log]
+
+
+def test_training_lowers_the_loss_and_resumes_exactly(target, cache, tmp_path):
+    def trainer(where, **changes):
+        drafter = tiny_drafter(target).bind(target)
+        return DSparkTrainer(drafter, arguments(tmp_path / where, **changes), cache)
+
+    whole = trainer("whole")
+    whole.train()
+    history = losses(whole)
+    assert len(history) == 20
+    assert sum(loss for _, loss in history[-5:]) < sum(loss for _, loss in history[5:10])
+    assert {"ce", "kl", "tv", "confidence", "expected_accepted_length"} <= whole.state.log_history[0].keys()
+
+    resumed = trainer("whole")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"))
+    for (step, loss), (again, same) in zip(history[10:], losses(resumed)[10:], strict=True):
+        assert step == again
+        assert loss == pytest.approx(same, abs=1e-6)
+
+
+def test_a_cache_of_another_drafter_is_refused(target, cache, tmp_path):
+    drafter = tiny_drafter(target, target_layer_ids=[0, 1]).bind(target)
+    with pytest.raises(ValueError, match=r"Expected a feature cache with target layers \[0, 1\], got \[0, 2\]"):
+        DSparkTrainer(drafter, arguments(tmp_path), cache)
+
+
+def test_what_was_learned_is_what_generation_accepts(target, samples, cache, tmp_path):
+    torch.manual_seed(0)
+    drafter = tiny_drafter(target, initializer_range=0.02, own_embeddings=False).bind(target)
+    options = {"max_steps": 150, "learning_rate": 1e-2, "per_device_train_batch_size": 8, "anchors_per_sample": 24}
+    trainer = DSparkTrainer(
+        drafter, arguments(tmp_path / "overfit", save_strategy="no", logging_steps=50, **options), cache, eval_cache=cache
+    )
+    trainer.train()
+    replayed = replay_greedy(drafter, cache)
+    assert trainer.evaluate()["eval_accepted_length"] == replayed.accepted_length
+    assert replayed.accepted_length > 2
+    drafter.eval()
+
+    tokens = rounds = 0
+    for sample in samples:
+        ids = torch.tensor([sample.input_ids[: sample.response_start]])
+        with Trace() as trace:
+            text = target.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=drafter)
+        assert tuple(text[0].tolist()) == sample.input_ids
+        gamma, position = drafter.config.block_size, sample.response_start
+        for record in trace.rounds:  # the replay counts rounds with room for a whole block
+            if position + gamma < len(sample.input_ids) - 1:
+                tokens += len(record.committed)
+                rounds += 1
+            position += len(record.committed)
+    assert rounds == replayed.rounds
+    assert tokens / rounds == pytest.approx(replayed.accepted_length)
