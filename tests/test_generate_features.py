@@ -220,7 +220,7 @@ def test_a_drafter_of_another_target_is_one_clear_error(llama, changes, message)
 
 
 # Before 5.24 transformers takes the meta weights of an offloaded model for its device.
-@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning")
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on:UserWarning")
 def test_an_offloaded_target_says_the_same(llama):
     target = tiny_target("llama")
     cpu_offload(target, execution_device="cpu")
