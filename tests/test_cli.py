@@ -1,0 +1,184 @@
+"""The command line: what it prints, and that every mistake is one line on stderr with exit status 1."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import MASK, VOCAB, tiny_drafter, tiny_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import hf_dspark
+from hf_dspark import DSparkDrafter
+from hf_dspark.cli.main import main
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny target with a tokenizer, and a drafter that names it."""
+    root = tmp_path_factory.mktemp("models")
+    words = {f"w{index}": index for index in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w2", pad_token="w0", bos_token="w1")
+    fast.chat_template = TEMPLATE
+    target = tiny_target(dtype=torch.float32)
+    target.save_pretrained(root / "target")
+    fast.save_pretrained(root / "target")
+    tiny_drafter(target, target_name_or_path=str(root / "target")).save_pretrained(root / "drafter")
+    (root / "prompts.jsonl").write_text('{"turns": ["w5 w9 w11"]}\n{"messages": [{"role": "user", "content": "w7"}]}\n')
+    rows = [{"prompt_ids": [1, 5 + n], "response_ids": [9, 10, 11 + n, 12, 13, 14, 15, 9, 10, 11]} for n in range(6)]
+    (root / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def call(monkeypatch, capfd, *arguments):
+    """Runs the command line; returns exit status, stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", ["hf-dspark", *map(str, arguments)])
+    status = 0
+    try:
+        main()
+    except SystemExit as stop:
+        status = stop.code or 0
+    captured = capfd.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_env_names_versions_and_device(monkeypatch, capfd):
+    status, out, _ = call(monkeypatch, capfd, "env")
+    assert status == 0
+    for name in ("hf-dspark", "python", "torch", "transformers", "huggingface-hub", "device", "hooks"):
+        assert re.search(rf"^{name}: \S+", out, re.MULTILINE)
+
+
+def test_generate_streams_and_reports(monkeypatch, capfd, folder):
+    status, out, _ = call(
+        monkeypatch, capfd, "generate", "w5 w6", "--drafter", folder / "drafter", "--dtype", "float32",
+        "--max-new-tokens", 12,
+    )  # fmt: skip
+    assert status == 0
+    assert "accepted draft  target's own" in out
+    assert re.search(r"12 tokens · [\d.]+ tok/s · accepted length \d\.\d\d · \d+ rounds", out)
+    report = json.loads(
+        call(
+            monkeypatch, capfd, "generate", "w5 w6", "--drafter", folder / "drafter", "--dtype", "float32",
+            "--max-new-tokens", 12, "--json",
+        )[1]
+    )  # fmt: skip
+    assert out.startswith(report["text"])
+    assert report["tokens"] == 12
+    assert report["drafted"] > 0
+    assert report["speedup"] is None
+
+
+def test_compare_measures_and_checks_identity(monkeypatch, capfd, folder):
+    options = ["--drafter", folder / "drafter", "--dtype", "float32", "--max-new-tokens", 8, "--compare", "--json"]
+    report = json.loads(call(monkeypatch, capfd, "generate", "w5 w6", *options)[1])
+    assert report["identical"] is True
+    assert report["verified"] > 0
+    assert report["speedup"] > 0
+    assert report["plain_tokens_per_second"] > 0
+    sampled = json.loads(call(monkeypatch, capfd, "generate", "w5 w6", *options, "--temperature", 1)[1])
+    assert sampled["identical"] is None
+
+
+def test_a_loss_of_speed_and_missing_drafts_are_said():
+    from hf_dspark.cli.generate import _status
+
+    report = {
+        "tokens": 5, "tokens_per_second": 1.0, "accepted_length": 1.0, "rounds": 5, "speedup": 0.5, "verified": 0,
+        "plain_tokens_per_second": 2.0, "identical": False, "largest_gap": 0.125, "dtype": "bfloat16",
+    }  # fmt: skip
+    line = _status(report)
+    for part in ("drafting is slower than plain decoding on this machine", "nothing was drafted", "within 0.125"):
+        assert part in line
+
+
+def test_settings_reach_the_drafter(monkeypatch, capfd, folder):
+    options = ["--drafter", folder / "drafter", "--dtype", "float32", "--max-new-tokens", 8, "--json"]
+    cut = json.loads(call(monkeypatch, capfd, "generate", "w5", *options, "--num-draft-tokens", 2)[1])
+    assert cut["verified"] <= 2 * cut["rounds"]
+    nothing = json.loads(call(monkeypatch, capfd, "generate", "w5", *options, "--confidence-threshold", 1)[1])
+    assert nothing["verified"] == 0
+    assert nothing["text"] == cut["text"]
+
+
+def test_measure_prints_a_row_a_file(monkeypatch, capfd, folder):
+    options = ["--drafter", folder / "drafter", "--dtype", "float32", "--max-new-tokens", 8]
+    status, out, _ = call(monkeypatch, capfd, "measure", folder / "prompts.jsonl", *options, "--speed")
+    assert status == 0
+    assert "prompts" in out
+    assert "2 of 2" in out
+
+
+def test_train_end_to_end(monkeypatch, capfd, folder, tmp_path):
+    options = [
+        "--target", folder / "target", "--eval-responses", folder / "responses.jsonl", "--layers", 1,
+        "--target-layers", "0,2", "--mask-token-id", MASK, "--markov-rank", 8, "--max-steps", 4, "--eval-steps", 2,
+        "--batch-size", 2, "--draft-vocab-size", 24,
+    ]  # fmt: skip
+    status, out, err = call(monkeypatch, capfd, "train", folder / "responses.jsonl", tmp_path, *options)
+    assert status == 0, err
+    assert f"saved {tmp_path / 'drafter'}" in out
+    drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
+    assert drafter.dtype == torch.bfloat16
+    assert 9 in drafter.draft_token_ids.tolist()
+    status, out, _ = call(monkeypatch, capfd, "generate", "w5", "--drafter", tmp_path / "drafter", "--json")
+    assert status == 0
+    assert json.loads(out)["drafted"] > 0
+
+
+MISTAKES = {
+    "empty prompt": (["generate", " "], "Expected a prompt with some text"),
+    "drafts": (["generate", "w5", "--drafter", "drafter", "--num-draft-tokens", "6"], "Expected num_draft_tokens within"),
+    "threshold": (["generate", "w5", "--drafter", "drafter", "--confidence-threshold", "2"], "Expected confidence_thresh"),
+    "dtype": (["generate", "w5", "--dtype", "int8"], "Expected --dtype out of"),
+    "language model as drafter": (["generate", "w5", "--drafter", "target"], "Expected a DSpark drafter at"),
+    "drafter as target": (
+        ["generate", "w5", "--drafter", "drafter", "--target", "drafter"],
+        "Expected a language model as the target",
+    ),
+    "no such folder": (["generate", "w5", "--drafter", "./nowhere/at/all"], "no such folder"),
+    "no prompts": (["measure", "nowhere.jsonl"], "Expected a JSONL file of prompts"),
+    "bad prompts": (["measure", "responses.jsonl"], "Expected an object with `turns` or `messages`"),
+    "layer numbers": (["train", "responses.jsonl", "out", "--target", "target", "--target-layers", "a,b"],
+                      "Expected layer numbers"),
+    "no mask": (["train", "responses.jsonl", "out", "--target", "target", "--target-layers", "0,2"],
+                "Expected mask_token_id, got None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line(monkeypatch, capfd, folder, tmp_path, case):
+    arguments, message = MISTAKES[case]
+    names = {name: folder / name for name in ("drafter", "target", "responses.jsonl")} | {"out": tmp_path}
+    status, out, err = call(monkeypatch, capfd, *(names.get(argument, argument) for argument in arguments))
+    assert status == 1
+    assert out == ""
+    line = err.strip().splitlines()[-1]
+    assert line.startswith("hf-dspark: ")
+    assert message in line
+    assert "Traceback" not in err
+
+
+def test_importing_the_package_loads_nothing_it_does_not_need():
+    code = "import hf_dspark, sys; print(*(m for m in ('peft','datasets','sklearn','matplotlib','typer') if m in sys.modules))"
+    before = "import torch, transformers, sys; print(*(m for m in ('sklearn','datasets') if m in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    anyway = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True, check=True).stdout.split()
+    assert set(loaded) <= set(anyway)
+
+
+def test_every_public_name_is_there():
+    for name in hf_dspark.__all__:
+        assert getattr(hf_dspark, name) is not None
+    assert set(dir(hf_dspark)) == set(hf_dspark.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hf_dspark.nothing
+    assert (Path(hf_dspark.__file__).parent / "py.typed").exists()
