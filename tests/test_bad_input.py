@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from tiny import MASK, drafter_config, prompt, tiny_drafter, tiny_target
 
 from hf_dspark.training.data import read_samples
+from tiny import MASK, drafter_config, prompt, tiny_drafter, tiny_target
 
 CONFIGS = {
     "no layers": ({"target_layer_ids": None}, "Expected target_layer_ids and num_target_layers, got None"),
@@ -90,7 +90,9 @@ def test_settings_on_a_loaded_drafter_are_checked():
 
 def test_an_empty_prompt_is_refused():
     target = tiny_target()
-    refuse(target, tiny_drafter(target), "Expected at least one prompt token", inputs=torch.empty(1, 0, dtype=torch.long))
+    refuse(
+        target, tiny_drafter(target), "Expected at least one prompt token", inputs=torch.empty(1, 0, dtype=torch.long)
+    )
 
 
 def test_an_unbound_drafter_says_how_to_bind():
@@ -101,7 +103,10 @@ def test_an_unbound_drafter_says_how_to_bind():
 ROWS = {
     "no json": ("{", "in line 2"),
     "no lists": (json.dumps({"prompt": "hi"}), "lists `prompt_ids` and `response_ids`.* in line 2"),
-    "outside": (json.dumps({"prompt_ids": [1], "response_ids": [99, 2]}), r"Expected token ids in \[0, 48\), got 99 in line 2"),
+    "outside": (
+        json.dumps({"prompt_ids": [1], "response_ids": [99, 2]}),
+        r"Expected token ids in \[0, 48\), got 99 in line 2",
+    ),
 }
 
 

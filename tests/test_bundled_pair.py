@@ -35,9 +35,7 @@ def assert_identical(pair, messages, max_new_tokens):
     inputs = encode(tokenizer, messages, drafter)
     plain = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     with Trace() as trace:
-        drafted = target.generate(
-            **inputs, max_new_tokens=max_new_tokens, do_sample=False, assistant_model=drafter
-        )
+        drafted = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, assistant_model=drafter)
     assert trace.verified > 0
     if not torch.equal(plain, drafted):
         length = inputs["input_ids"].shape[1]

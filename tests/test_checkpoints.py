@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, drafter_config, perfect, prompt, tiny_drafter, tiny_target
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_dspark
 from hf_dspark import DraftContext, DSparkConfig, DSparkDrafter, Trace, fingerprint
+from tiny import VOCAB, drafter_config, perfect, prompt, tiny_drafter, tiny_target
 
 DATA = Path(__file__).parent / "data"
 DEEPSPEC = {"vanilla": DATA / "qwen3", "gated": DATA / "variants/qwen3_gated", "rnn": DATA / "variants/qwen3_rnn"}
@@ -47,7 +47,9 @@ def edit(folder, out, *, drop=(), add=(), config=()):
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("changes", [{}, {"own_embeddings": True}, {"draft_vocab_size": 20}, {"sts_temperatures": [2.0] * 5}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"own_embeddings": True}, {"draft_vocab_size": 20}, {"sts_temperatures": [2.0] * 5}]
+)
 def test_our_format_round_trip(tmp_path, head, changes):
     target = tiny_target(dtype=torch.float32)
     drafter = tiny_drafter(target, markov_head_type=head, confidence_threshold=0.25, **changes)
@@ -138,7 +140,9 @@ def test_deepspec_sliding_window_noise_is_ignored(tmp_path):
     for one in context:
         torch.manual_seed(0)
         one.append(torch.randn(1, 5, 96), torch.arange(5)[None])
-    ours, theirs = (model.propose(one, torch.tensor([5])) for model, one in zip((drafter, reference), context, strict=True))
+    ours, theirs = (
+        model.propose(one, torch.tensor([5])) for model, one in zip((drafter, reference), context, strict=True)
+    )
     assert torch.equal(ours.confidence_logits, theirs.confidence_logits)
 
 
@@ -155,7 +159,8 @@ def test_saving_after_generation_holds_no_tensor_of_the_target(tmp_path):
         "input_layernorm.weight", "post_attention_layernorm.weight",
     ]  # fmt: skip
     assert names == {
-        "fc.weight", "hidden_norm.weight", "norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+        "fc.weight", "hidden_norm.weight", "norm.weight", "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
         "confidence_head.proj.weight", "confidence_head.proj.bias",
         *(f"layers.{index}.{name}" for index in range(2) for name in layer),
     }  # fmt: skip
@@ -194,7 +199,7 @@ def test_a_missing_tensor_is_named(tmp_path, key):
 
 def test_heads_that_the_config_leaves_out_are_an_error_not_a_dflash_drafter(tmp_path):
     without = {"markov_rank": 0, "enable_confidence_head": False}
-    with pytest.raises(ValueError, match="unexpected .*confidence_head.proj.weight.*markov_head.markov_w1.weight"):
+    with pytest.raises(ValueError, match=r"unexpected .*confidence_head.proj.weight.*markov_head.markov_w1.weight"):
         DSparkDrafter.from_pretrained(edit(DEEPSPEC["vanilla"], tmp_path, config=without))
 
 
@@ -208,7 +213,7 @@ def test_a_truncated_file_is_one_clear_error(tmp_path):
     tiny_drafter().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="Expected complete safetensors files .* Download it again"):
+    with pytest.raises(ValueError, match=r"Expected complete safetensors files .* Download it again"):
         DSparkDrafter.from_pretrained(tmp_path)
 
 
@@ -229,7 +234,9 @@ def test_a_language_model_is_no_drafter_and_a_drafter_no_target(tmp_path):
 def test_a_deepspec_checkpoint_behind_plain_auto_classes_is_refused():
     target = AutoModelForCausalLM.from_pretrained(DATA / "e2e_qwen3" / "target")
     lost = AutoModel.from_pretrained(DATA / "e2e_qwen3" / "draft")
-    with pytest.raises(ValueError, match=r"got Qwen3Model built from a DSpark checkpoint.*DSparkDrafter.from_pretrained"):
+    with pytest.raises(
+        ValueError, match=r"got Qwen3Model built from a DSpark checkpoint.*DSparkDrafter.from_pretrained"
+    ):
         target.generate(prompt(), assistant_model=lost, max_new_tokens=5)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_dspark
 from hf_dspark import DSparkDrafter
 from hf_dspark.cli.main import main
+from tiny import MASK, VOCAB, tiny_drafter, tiny_target
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -32,7 +32,9 @@ def folder(tmp_path_factory):
     target.save_pretrained(root / "target")
     fast.save_pretrained(root / "target")
     tiny_drafter(target, target_name_or_path=str(root / "target")).save_pretrained(root / "drafter")
-    (root / "prompts.jsonl").write_text('{"turns": ["w5 w9 w11"]}\n{"messages": [{"role": "user", "content": "w7"}]}\n')
+    (root / "prompts.jsonl").write_text(
+        '{"turns": ["w5 w9 w11"]}\n{"messages": [{"role": "user", "content": "w7"}]}\n'
+    )
     rows = [{"prompt_ids": [1, 5 + n], "response_ids": [9, 10, 11 + n, 12, 13, 14, 15, 9, 10, 11]} for n in range(6)]
     (root / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
@@ -136,8 +138,8 @@ def test_train_end_to_end(monkeypatch, capfd, folder, tmp_path):
 
 MISTAKES = {
     "empty prompt": (["generate", " "], "Expected a prompt with some text"),
-    "drafts": (["generate", "w5", "--drafter", "drafter", "--num-draft-tokens", "6"], "Expected num_draft_tokens within"),
-    "threshold": (["generate", "w5", "--drafter", "drafter", "--confidence-threshold", "2"], "Expected confidence_thresh"),
+    "drafts": (["generate", "w5", "--drafter", "drafter", "--num-draft-tokens", "6"], "Expected num_draft_tok"),
+    "threshold": (["generate", "w5", "--drafter", "drafter", "--confidence-threshold", "2"], "Expected confidence_"),
     "dtype": (["generate", "w5", "--dtype", "int8"], "Expected --dtype out of"),
     "language model as drafter": (["generate", "w5", "--drafter", "target"], "Expected a DSpark drafter at"),
     "drafter as target": (
@@ -168,8 +170,8 @@ def test_a_mistake_is_one_line(monkeypatch, capfd, folder, tmp_path, case):
 
 
 def test_importing_the_package_loads_nothing_it_does_not_need():
-    code = "import hf_dspark, sys; print(*(m for m in ('peft','datasets','sklearn','matplotlib','typer') if m in sys.modules))"
-    before = "import torch, transformers, sys; print(*(m for m in ('sklearn','datasets') if m in sys.modules))"
+    heavy = "import sys; print(*({'peft', 'datasets', 'sklearn', 'matplotlib', 'typer'} & sys.modules.keys()))"
+    code, before = f"import hf_dspark; {heavy}", f"import torch, transformers; {heavy}"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     anyway = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) <= set(anyway)

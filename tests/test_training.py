@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny import VOCAB, prompt, tiny_drafter, tiny_target
 from torch.testing import assert_close
 
 from hf_dspark import DSparkTrainer, DSparkTrainingArguments, Trace
@@ -16,6 +15,7 @@ from hf_dspark.training.initialise import copy_head_rows, copy_target_layers, fi
 from hf_dspark.training.loss import LossWeights, objective
 from hf_dspark.training.replay import replay_greedy
 from hf_dspark.training.trainer import AnchorDataset, collate
+from tiny import VOCAB, prompt, tiny_drafter, tiny_target
 
 
 def greedy_samples(target, count, length=24):
@@ -55,12 +55,14 @@ def test_the_exact_slots_that_are_supervised():
     anchors = torch.tensor([[2, 3, 6, 7]])
     keep = torch.tensor([[True, True, True, False]])
     slots = supervised_slots(loss_mask, anchors, keep, gamma=3)
-    # Labels of anchor 2: 3, 4, 5 (5 is outside the response). Of 3: 4, then 5. Of 6: 7, then 8. 7 only fills the batch.
+    # Labels of anchor 2: 3, 4, 5 (5 is outside the response); of 3: 4, 5; of 6: 7, 8; anchor 7 only fills the batch.
     assert slots[0].tolist() == [[True, True, False], [True, False, False], [True, False, False], [False] * 3]
 
 
 def test_a_block_at_the_end_of_the_text_is_cut():
-    slots = supervised_slots(torch.ones(1, 6, dtype=torch.bool), torch.tensor([[4]]), torch.ones(1, 1, dtype=torch.bool), 4)
+    slots = supervised_slots(
+        torch.ones(1, 6, dtype=torch.bool), torch.tensor([[4]]), torch.ones(1, 1, dtype=torch.bool), 4
+    )
     assert slots[0, 0].tolist() == [True, False, False, False]
 
 
@@ -189,7 +191,7 @@ def test_layers_of_the_target_are_copied(family, samples):
         assert torch.equal(ours.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)
         assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
     assert torch.equal(drafter.norm.weight, model.model.norm.weight)
-    with pytest.raises(ValueError, match="Expected .* of shape .* Train from random layers"):
+    with pytest.raises(ValueError, match=r"Expected .* of shape .* Train from random layers"):
         copy_target_layers(tiny_drafter(model, intermediate_size=40), model, [2, 3], samples)
 
 
@@ -249,7 +251,10 @@ def test_what_was_learned_is_what_generation_accepts(target, samples, cache, tmp
     drafter = tiny_drafter(target, initializer_range=0.02, own_embeddings=False).bind(target)
     options = {"max_steps": 150, "learning_rate": 1e-2, "per_device_train_batch_size": 8, "anchors_per_sample": 24}
     trainer = DSparkTrainer(
-        drafter, arguments(tmp_path / "overfit", save_strategy="no", logging_steps=50, **options), cache, eval_cache=cache
+        drafter,
+        arguments(tmp_path / "overfit", save_strategy="no", logging_steps=50, **options),
+        cache,
+        eval_cache=cache,
     )
     trainer.train()
     replayed = replay_greedy(drafter, cache)

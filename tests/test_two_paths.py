@@ -5,11 +5,11 @@ This is the classic silent fault of drafters: high accuracy in training, next to
 
 import pytest
 import torch
-from tiny import MASK, VOCAB, drafter_config, tiny_drafter, tiny_target
 from torch.testing import assert_close
 
 from hf_dspark import DraftContext, DSparkDrafter
 from hf_dspark.training.blocks import draft_logits, teacher_forced
+from tiny import MASK, VOCAB, drafter_config, tiny_drafter, tiny_target
 
 ROPE = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -86,9 +86,7 @@ def test_one_block_on_both_paths(depth, head, layers):
 
 @pytest.mark.parametrize("rope", ROPE)
 def test_rotary_variants_on_both_paths(rope):
-    assert_paths_agree(
-        tiny_drafter(own_embeddings=True, max_position_embeddings=512, rope_parameters=ROPE[rope]), 300
-    )
+    assert_paths_agree(tiny_drafter(own_embeddings=True, max_position_embeddings=512, rope_parameters=ROPE[rope]), 300)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
