@@ -88,7 +88,9 @@ def run(
         results[name] = Measured()
         for messages in logging.tqdm(conversations, desc=name, unit="prompt"):
             _answer(model, tokenizer, draft, messages, options, results[name], seed, speed)
-    Console().print(_table(results, speed, temperature, str(model.dtype).removeprefix("torch.")))
+    console = Console()
+    console.width = max(console.width, 110)  # a table in a file or a narrow window is not squeezed
+    console.print(_table(results, speed, temperature, str(model.dtype).removeprefix("torch.")))
 
 
 def _answer(
@@ -121,7 +123,7 @@ def _answer(
 
 def _table(results: dict[str, Measured], speed: bool, temperature: float, dtype: str) -> Table:
     table = Table(title=f"temperature {temperature:g}, {dtype}; accepted length with bonus token")
-    for column in ("prompts", "answered", "rounds", "accepted length", "acceptance of drafts 1, 2, 3"):
+    for column in ("prompts", "answered", "rounds", "accepted length", "acceptance @1 @2 @3"):
         table.add_column(column, justify="left" if column == "prompts" else "right")
     if speed:
         table.add_column("speed-up, median (quartiles)", justify="right")
@@ -133,7 +135,7 @@ def _table(results: dict[str, Measured], speed: bool, temperature: float, dtype:
         everything.speedups += measured.speedups
         everything.identical += measured.identical
     for name, measured in (*results.items(), ("all", everything)):
-        rates = ", ".join(f"{rate:.2f}" for rate in measured.trace.conditional_acceptance()[:3])
+        rates = "  ".join(f"{rate:.2f}" for rate in measured.trace.conditional_acceptance()[:3])
         row = [
             name,
             str(measured.prompts),
