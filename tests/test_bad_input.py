@@ -125,3 +125,10 @@ def test_no_training_data_is_an_error(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="Expected at least one prompt with a response"):
         read_samples(tmp_path / "empty.jsonl", vocab_size=48)
+
+
+def test_a_hybrid_target_is_refused_by_its_layer_type():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    target.config.layer_types = ["full_attention", "linear_attention", "full_attention", "conv"]
+    refuse(target, drafter, "got LlamaForCausalLM with layers of type conv, linear_attention. Recurrent state cannot")
