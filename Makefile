@@ -32,7 +32,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 demo: $(STAMP) ## A real model answers faster through the bundled drafter, compared with plain generation
-	$(BIN)/hf-dspark generate --compare --dtype float32 "$(PROMPT)"
+	$(BIN)/hf-dspark generate --compare "$(PROMPT)"
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest
@@ -65,10 +65,10 @@ style: $(STAMP) ## Format and fix what can be fixed
 	$(BIN)/ruff format src tests
 
 bench: $(STAMP) ## Accepted length and speed of the bundled pair, greedy
-	$(BIN)/hf-dspark measure --speed --max-new-tokens 120 benchmarks/prompts/*.jsonl
+	$(BIN)/hf-dspark measure --dtype bfloat16 --speed --max-new-tokens 120 benchmarks/prompts/*.jsonl
 
 bench-sampled: $(STAMP) ## The same at temperature 1
-	$(BIN)/hf-dspark measure --speed --temperature 1 --max-new-tokens 120 benchmarks/prompts/*.jsonl
+	$(BIN)/hf-dspark measure --dtype bfloat16 --speed --temperature 1 --max-new-tokens 120 benchmarks/prompts/*.jsonl
 
 clean: ## Remove environments and caches
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache .mypy_cache build src/*.egg-info

@@ -73,7 +73,7 @@ def test_sampling_drafts_and_repeats_with_its_seed(pair):
 
 
 def test_bfloat16_tokens_are_the_targets_within_rounding():
-    pair = load_demo()
+    pair = load_demo(dtype=torch.bfloat16)
     target, tokenizer, drafter = pair
     gaps = []
     for messages in every_prompt(PROMPTS, limit=1):

@@ -148,7 +148,7 @@ MISTAKES = {
     ),
     "no such folder": (["generate", "w5", "--drafter", "./nowhere/at/all"], "no such folder"),
     "no prompts": (["measure", "nowhere.jsonl"], "Expected a JSONL file of prompts"),
-    "bad prompts": (["measure", "responses.jsonl"], "Expected an object with `turns` or `messages`"),
+    "bad prompts": (["measure", "responses.jsonl"], "Expected an object with text in `turns` or `messages`"),
     "layer numbers": (["train", "responses.jsonl", "out", "--target", "target", "--target-layers", "a,b"],
                       "Expected layer numbers"),
     "no mask": (["train", "responses.jsonl", "out", "--target", "target", "--target-layers", "0,2"],

@@ -18,6 +18,7 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
+    DynamicCache,
     GenerationMixin,
     LogitsProcessor,
     MambaConfig,
@@ -32,6 +33,7 @@ from transformers import (
 
 import hf_dspark
 from hf_dspark import DSparkDrafter, Trace
+from hf_dspark._compat import CACHE, SLIDING_CACHE_ROLLS_BACK
 from hf_dspark.evaluation.audit import audit_greedy
 from test_stops import LENGTH, both
 from tiny import (
@@ -360,3 +362,59 @@ def test_embedding_and_head_are_called_and_never_read(llama):
         bare = assert_greedy_identity(llama, make(llama), prompt(), max_new_tokens=12)
         trace = assert_greedy_identity(sealed, make(llama), prompt(), max_new_tokens=12)
         assert [record.drafted for record in trace.rounds] == [record.drafted for record in bare.rounds]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("stop_at", [3, 4, 5, 6, 8])
+def test_a_users_cache_survives_an_exception(family, stop_at):
+    """After a streamer raised, the cache holds the committed tokens but the last, and the next turn is plain's."""
+    if family == "mistral" and not SLIDING_CACHE_ROLLS_BACK:
+        return  # such a cache is refused there before any token
+    target = tiny_target(family)
+
+    class Raises:
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+            if len(self.tokens) == 7 + stop_at:
+                raise RuntimeError("closed")
+
+        def end(self):
+            pass
+
+    streamer, cache = Raises(), DynamicCache(config=target.config)
+    with Trace() as trace, pytest.raises(RuntimeError, match="closed"):
+        target.generate(
+            prompt(), max_new_tokens=20, do_sample=False, assistant_model=mixed(target), streamer=streamer,
+            **{CACHE: cache},
+        )  # fmt: skip
+    assert cache.get_seq_length() == len(streamer.tokens) - 1
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    text = torch.tensor([[*streamer.tokens, 5, 6]])
+    again = target.generate(text, max_new_tokens=8, do_sample=False, **{CACHE: cache})
+    assert torch.equal(again, target.generate(text, max_new_tokens=8, do_sample=False))
+    assert trace.rounds or stop_at < 8
+
+
+def test_attentions_asked_of_a_target_that_returns_none():
+    target = tiny_target(attn_implementation="sdpa")
+    with Trace() as trace:
+        output = target.generate(
+            prompt(), max_new_tokens=10, do_sample=False, assistant_model=mixed(target), output_attentions=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    assert trace.verified > 0
+    assert torch.equal(output.sequences, target.generate(prompt(), max_new_tokens=10, do_sample=False))
+
+
+def test_a_trace_may_be_entered_again():
+    target = tiny_target()
+    drafter, trace = mixed(target), Trace()
+    for _ in range(2):
+        with trace, trace:
+            target.generate(prompt(), max_new_tokens=6, do_sample=False, assistant_model=drafter)
+    rounds = len(trace.rounds)
+    target.generate(prompt(), max_new_tokens=6, do_sample=False, assistant_model=drafter)
+    assert len(trace.rounds) == rounds > 0

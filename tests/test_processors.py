@@ -8,7 +8,6 @@ processors that look at positions, keep a memory, or refuse to be copied.
 import copy
 
 import pytest
-import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_dspark import Trace
@@ -126,23 +125,52 @@ def test_verification_calls_a_processor_once_per_committed_token(llama, make, sa
     assert processor.lengths == list(range(LENGTH, LENGTH + 21))
 
 
-def test_the_drafter_drafts_with_the_processors_in_their_present_state(llama):
-    """A processor that allows one token by its memory makes every draft right, if the copies carry that memory."""
-
-    class Only(Stateful):
-        def __call__(self, input_ids, scores):
-            scores = super().__call__(input_ids, scores)
-            allowed = self.state % scores.shape[1]
-            return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([allowed]), 0.0)
-
+def test_the_drafter_drafts_with_copies_of_built_in_processors(llama):
+    """If all tokens but one are suppressed, every draft is right, provided the drafter knows."""
     trace = assert_greedy_identity(
-        llama,
-        tiny_drafter(llama),
-        prompt(),
-        lambda: {"logits_processor": LogitsProcessorList([Only()])},
-        max_new_tokens=20,
+        llama, tiny_drafter(llama), prompt(), max_new_tokens=20, suppress_tokens=[t for t in range(48) if t != 9]
     )
     assert trace.accepted == trace.verified
+
+
+def counting_closure():
+    calls = [0]
+
+    def force(input_ids, scores):
+        calls[0] += 1
+        scores = scores.clone()
+        scores[:, calls[0] % 40 + 2] += 1e3
+        return scores
+
+    return {"logits_processor": LogitsProcessorList([force])}
+
+
+def counting_class():
+    class Counter(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids, scores):
+            Counter.calls += 1
+            scores = scores.clone()
+            scores[:, Counter.calls % 40 + 2] += 1e3
+            return scores
+
+    return {"logits_processor": LogitsProcessorList([Counter()])}
+
+
+def counting_prefix_function():
+    calls = [0]
+
+    def allowed(batch, ids):
+        calls[0] += 1
+        return [calls[0] % 40 + 2]
+
+    return {"prefix_allowed_tokens_fn": allowed}
+
+
+@pytest.mark.parametrize("make", [counting_closure, counting_class, counting_prefix_function])
+def test_a_memory_outside_the_processor_sees_committed_tokens_only(llama, make):
+    assert_greedy_identity(llama, mixed(llama), prompt(), make, max_new_tokens=12)
 
 
 def test_processors_given_by_the_user_are_not_left_changed_by_drafting(llama):

@@ -140,6 +140,8 @@ class DSparkConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         values, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not isinstance(values, dict):
+            raise ValueError(f"Expected an object in config.json of {pretrained_model_name_or_path}, got {values!r}.")
         if values.get("model_type") == cls.model_type:
             return values, kwargs
         return cls._from_deepspec(values, pretrained_model_name_or_path), kwargs

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.utils import logging
 
 from ._compat import CACHE
@@ -62,52 +63,35 @@ class Round:
 round_observer: ContextVar[Callable[[Round], None] | None] = ContextVar("dspark_round_observer", default=None)
 
 
-class DraftProcessors:
-    """Copies of the target's logits processors for the drafter, made anew for each block.
+def draft_processors(processors: LogitsProcessorList) -> list[LogitsProcessor]:
+    """The processors that the drafter may use copies of; all others run in verification only.
 
-    A processor with a memory must see committed tokens only, so the originals run in verification and the drafter gets
-    copies of their present state. Those that cannot be copied, hold a model, or fail on a draft run in verification
-    only: that costs acceptance, never correctness.
+    A processor may have a memory, which must see committed tokens only. A copy is safe if all its state lies in
+    the object: that holds for transformers' own, but not for a function or class of the user, whose state may be a
+    global or a closure, nor for one that asks such a function or a model. Leaving one out costs acceptance, never
+    correctness.
+
+    Args:
+        processors (`LogitsProcessorList`): the target's.
+
+    Returns:
+        `list[LogitsProcessor]`: the originals to copy for each block.
     """
-
-    def __init__(self, processors: LogitsProcessorList):
-        self._originals = [processor for processor in processors if not _holds_model(processor)]
-
-    def copies(self) -> LogitsProcessorList:
-        """Processors for one block, in the state that the originals are in now."""
-        copies = LogitsProcessorList()
-        for processor in list(self._originals):
-            try:
-                copies.append(_Forgiving(copy.deepcopy(processor), processor, self))
-            except Exception as error:
-                self.drop(processor, error)
-        return copies
-
-    def drop(self, processor: LogitsProcessor, error: Exception) -> None:
-        """Leaves `processor` to verification from now on."""
-        self._originals = [other for other in self._originals if other is not processor]
-        logger.warning(
-            f"{type(processor).__name__} runs in verification only, the drafter proposes without it: {error!r}"
-        )
+    return [processor for processor in processors if _keeps_its_state(processor)]
 
 
-class _Forgiving(LogitsProcessor):
-    def __init__(self, processor: LogitsProcessor, original: LogitsProcessor, owner: DraftProcessors):
-        self.processor, self.original, self.owner = processor, original, owner
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.processor is None:
-            return scores
-        try:
-            return self.processor(input_ids, scores)
-        except Exception as error:
-            self.owner.drop(self.original, error)
-            self.processor = None
-            return scores
-
-
-def _holds_model(processor: LogitsProcessor) -> bool:
-    return any(isinstance(value, nn.Module) for value in vars(processor).values())
+def _keeps_its_state(processor: LogitsProcessor) -> bool:
+    if not type(processor).__module__.startswith("transformers."):
+        return False
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return False
+    if any(isinstance(value, nn.Module) for value in vars(processor).values()):
+        return False
+    try:
+        copy.deepcopy(processor)
+    except (TypeError, RuntimeError, copy.Error):  # a random generator inside, for one
+        return False
+    return True
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -140,7 +124,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.do_sample = generation_config.do_sample
         eos = generation_config._eos_token_tensor
         self.eos_token_ids = [] if eos is None else eos.flatten().tolist()
-        self.processors = DraftProcessors(logits_processor)
+        self.processors = draft_processors(logits_processor)
         self.context = DraftContext(drafter.borrow(target))
         cache = model_kwargs.get(CACHE)
         self._past = 0 if cache is None else cache.get_seq_length()
@@ -195,7 +179,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             input_ids[:, -1],
             num_draft_tokens=budget,
             do_sample=self.do_sample,
-            processors=self.processors.copies(),
+            processors=LogitsProcessorList(copy.deepcopy(self.processors)),  # in their present state
             prefix_ids=input_ids,
         )
         for slot, token in enumerate(block.token_ids[0].tolist()):

@@ -76,7 +76,7 @@ class _Outputs:
             self.logits += (row_logits,)
         if self.attentions is not None:
             layers = outputs.attentions
-            if row is not None and layers is not None:
+            if row is not None and layers:  # sdpa returns none
                 windows = [getattr(layer, "sliding_window", None) for layer in outputs[CACHE].layers]
                 layers = tuple(
                     None if x is None else _attention_row(x, row, length, window)
@@ -131,6 +131,8 @@ def speculative_generate(
         )
     finally:
         generator.close()
+        for layer in model_kwargs[CACHE].layers:
+            layer.record_past = False  # the cache may go on in plain generation, which never crops
 
 
 def _rounds(
@@ -205,15 +207,18 @@ def _rounds(
             verified_at = time.perf_counter()
 
             before, accepted = input_ids.shape[1], 0
-            for row in range(length + 1):
-                choose = from_target if row == length else from_draft(drafts[row], None if q is None else q[row])
-                kept, _ = commit(outputs, row, choose)
-                accepted += kept
-                if finished or not kept:
-                    break
-            added = input_ids.shape[1] - before
-            # What plain generation would have left: rows of all committed tokens but the last.
-            outputs[CACHE].crop(-(length + 1 - added))
+            try:
+                for row in range(length + 1):
+                    choose = from_target if row == length else from_draft(drafts[row], None if q is None else q[row])
+                    kept, _ = commit(outputs, row, choose)
+                    accepted += kept
+                    if finished or not kept:
+                        break
+            finally:
+                # What plain generation would have left, also when a streamer or criterion raises: rows of all
+                # committed tokens but the last.
+                added = input_ids.shape[1] - before
+                outputs[CACHE].crop(-(length + 1 - added))
             generator.commit(added)
             model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=added)
             rounds, drafted, gained = rounds + 1, drafted + length, gained + added
@@ -223,9 +228,6 @@ def _rounds(
                 record.draft_seconds, record.verify_seconds = drafted_at - started, verified_at - drafted_at
                 record.other_seconds = time.perf_counter() - verified_at
                 observe(record)
-
-    for layer in outputs[CACHE].layers:
-        layer.record_past = False  # what is returned goes on in plain generation, which never crops
 
     if streamer is not None:
         streamer.end()

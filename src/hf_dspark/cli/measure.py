@@ -47,15 +47,19 @@ def read_prompts(path: Path, limit: int | None) -> list[list[dict[str, str]]]:
     if not path.is_file():
         raise FileNotFoundError(f"Expected a JSONL file of prompts, got no file at {path}.")
     conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["turns"][0]}]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            if not all(isinstance(m["content"], str) and m["content"].strip() for m in messages) or not messages:
+                raise ValueError("no text")
+            if isinstance(row.get("turns"), str):
+                raise ValueError("turns is a string")
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
-                f"Expected an object with `turns` or `messages`, got {line[:60]!r} in line {number} of {path}."
+                f"Expected an object with text in `turns` or `messages`, got {line[:60]!r} in line {number} of {path}."
             ) from error
         conversations.append(messages)
     if not conversations:
@@ -77,7 +81,8 @@ def run(
 ) -> None:
     """Measures and prints a table; see `hf-dspark measure --help`."""
     logging.set_verbosity_error()
-    sets = {path.stem: read_prompts(path, limit) for path in prompts}
+    stems = [path.stem for path in prompts]
+    sets = {path.stem if stems.count(path.stem) == 1 else str(path): read_prompts(path, limit) for path in prompts}
     model, tokenizer, draft = load_pair(drafter, target, dtype)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
@@ -127,6 +132,7 @@ def _table(results: dict[str, Measured], speed: bool, temperature: float, dtype:
         table.add_column(column, justify="left" if column == "prompts" else "right")
     if speed:
         table.add_column("speed-up, median (quartiles)", justify="right")
+    if speed and temperature == 0:
         table.add_column("identical", justify="right")
     everything = Measured()
     for measured in results.values():
@@ -150,6 +156,8 @@ def _table(results: dict[str, Measured], speed: bool, temperature: float, dtype:
                 if len(measured.speedups) > 1
                 else [middle, middle, middle]
             )
-            row += [f"{middle:.2f}x ({low:.2f}-{high:.2f})", f"{measured.identical} of {measured.prompts}"]
+            row.append(f"{middle:.2f}x ({low:.2f}-{high:.2f})")
+        if speed and temperature == 0:
+            row.append(f"{measured.identical} of {measured.prompts}")
         table.add_row(*row)
     return table

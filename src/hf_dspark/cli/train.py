@@ -65,6 +65,10 @@ def run(
     samples = read_samples(responses, vocab_size=vocab_size)
     held_out = None if eval_responses is None else read_samples(eval_responses, vocab_size=vocab_size)
 
+    checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None
+    if checkpoint is not None:
+        _check_same(config, DSparkConfig.from_pretrained(checkpoint), output)
+
     set_seed(seed)
     drafter = DSparkDrafter(config)
     initialise(drafter, model, samples, sources)
@@ -105,9 +109,22 @@ def run(
         seed=seed,
     )
     trainer = DSparkTrainer(drafter, arguments, cache, eval_cache=eval_cache)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)))
+    trainer.train(resume_from_checkpoint=checkpoint)
     drafter.to(torch.bfloat16).save_pretrained(output / "drafter")
     print(f"saved {output / 'drafter'}: use it with hf-dspark generate --drafter {output / 'drafter'}")
+
+
+def _check_same(config: DSparkConfig, saved: DSparkConfig, output: Path) -> None:
+    """A run resumes only with the drafter it began with."""
+    ours, theirs = config.to_dict(), saved.to_dict()
+    ignored = {"architectures", "dtype", "transformers_version"}
+    changed = sorted(key for key in ours if key not in ignored and ours[key] != theirs.get(key))
+    if changed:
+        described = ", ".join(f"{key} {theirs.get(key)!r} (now {ours[key]!r})" for key in changed)
+        raise ValueError(
+            f"Expected the settings of the run in {output}, which has {described}. Give another folder, or the same "
+            "options to resume."
+        )
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:

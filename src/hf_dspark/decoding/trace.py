@@ -26,18 +26,16 @@ class Trace:
     def __init__(self, on_round: Callable[[Round], None] | None = None):
         self.rounds: list[Round] = []
         self._on_round = on_round
-        self._token: Token | None = None
+        self._tokens: list[Token] = []  # a stack: the same trace may be entered again
 
     def __enter__(self) -> Trace:
-        self._token = round_observer.set(self._observe)
+        self._tokens.append(round_observer.set(self._observe))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._token is not None:
-            round_observer.reset(self._token)
-            self._token = None
+        round_observer.reset(self._tokens.pop())
 
     def _observe(self, record: Round) -> None:
         self.rounds.append(record)

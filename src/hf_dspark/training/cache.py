@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..features_dspark import TargetFeatures
+from ..loading import fingerprint
 from .data import TrainingSample
 
 logger = logging.get_logger(__name__)
@@ -142,6 +143,7 @@ class FeatureCache:
         text_config = target.config.get_text_config()
         described = {
             "target": target.config._name_or_path,
+            "target_fingerprint": fingerprint(target),
             "hidden_size": text_config.hidden_size,
             "vocab_size": text_config.vocab_size,
             "layer_ids": list(layer_ids),
@@ -155,9 +157,9 @@ class FeatureCache:
         if path.is_file():
             manifest = json.loads(path.read_text())
             for key, value in described.items():
-                if manifest[key] != value:
+                if manifest.get(key) != value:
                     raise ValueError(
-                        f"Expected a cache with {key} = {value!r} in {directory}, got {manifest[key]!r}. "
+                        f"Expected a cache with {key} = {value!r} in {directory}, got {manifest.get(key)!r}. "
                         "Give another folder, or delete this one."
                     )
         done = len(manifest["shards"]) * samples_per_shard

@@ -53,7 +53,10 @@ def read_samples(path: str | Path, *, vocab_size: int, max_length: int = 2048) -
             try:
                 row = json.loads(line)
                 prompt, response = row["prompt_ids"], row["response_ids"]
-                bad = next((token for token in [*prompt, *response] if not 0 <= token < vocab_size), None)
+                bad = next(
+                    (token for token in [*prompt, *response] if type(token) is not int or not 0 <= token < vocab_size),
+                    None,
+                )
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"Expected an object with lists `prompt_ids` and `response_ids`, got {line[:60]!r} in line "

@@ -50,6 +50,8 @@ def copy_target_layers(
         ValueError: if a weight of the target is missing or has another shape.
     """
     layers = decoder_layers(target)
+    if not all(0 <= source < len(layers) for source in layer_ids):
+        raise ValueError(f"Expected layers of the target within [0, {len(layers) - 1}] to copy, got {layer_ids}.")
     sizes = _query_key_sizes(target, layer_ids, samples)
     for layer, source in zip(drafter.layers, layer_ids, strict=True):
         theirs = layers[source].state_dict()
@@ -130,6 +132,10 @@ def fit_bigrams(drafter: DSparkDrafter, samples: list[TrainingSample]) -> None:
     unigram = column_sum[columns] / len(before)
     information = ((pairs.values() + unigram) / (row_sum[rows] + 1) / unigram).log()
     matrix = torch.sparse_coo_tensor(pairs.indices(), information, pairs.shape, check_invariants=True).coalesce()
+    if config.markov_rank > min(matrix.shape):
+        raise ValueError(
+            f"Expected markov_rank <= {min(matrix.shape)}, the draft vocabulary, got {config.markov_rank}."
+        )
     left, scale, right = torch.svd_lowrank(matrix, q=config.markov_rank, niter=4)
     drafter.markov_head.markov_w1.weight.copy_(left * scale.sqrt())
     drafter.markov_head.markov_w2.weight.copy_(right * scale.sqrt())
