@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
+OWN_FIELDS = (
+    "confidence_threshold",
+    "num_draft_tokens",
+    "sts_temperatures",
+    "chat_template_kwargs",
+    "target_name_or_path",
+)
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
 DEEPSPEC_FIELDS = [
     "vocab_size",
@@ -184,6 +194,9 @@ class DSparkConfig(PreTrainedConfig):
                     f"Expected a drafter that DeepSpec's layout can describe, got one with {what}. "
                     "Save it in our own format (checkpoint_format='dspark')."
                 )
+        lost = [key for key in OWN_FIELDS if getattr(self, key)]
+        if lost:
+            logger.warning(f"DeepSpec's layout has no place for {', '.join(lost)}: hand them over separately.")
         kept = {key: getattr(self, key) for key in DEEPSPEC_FIELDS if getattr(self, key) is not None}
         return kept | {
             "architectures": [DEEPSPEC_ARCHITECTURE],
