@@ -1,6 +1,7 @@
 """Every known mistake is one clear line (expected, got, what to do), told before the target computes anything."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -31,13 +32,20 @@ CONFIGS = {
     "layer types": ({"layer_types": ["full_attention"]}, "Expected 2 layer_types"),
     "unknown layer": ({"layer_types": ["full_attention", "mamba"]}, "Expected 2 layer_types"),
     "no window": ({"layer_types": ["sliding_attention"] * 2}, "Expected sliding_window >= 1"),
+    "rotary": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+        "Expected rope_type in .* got 'dynamic'",
+    ),
     "block": ({"block_size": 0}, "Expected block_size >= 1, got 0"),
     "threshold": ({"confidence_threshold": 1.5}, r"Expected confidence_threshold within \[0, 1\], got 1.5"),
+    "threshold below": ({"confidence_threshold": -0.1}, r"Expected confidence_threshold within \[0, 1\], got -0.1"),
+    "threshold no number": ({"confidence_threshold": float("nan")}, "Expected confidence_threshold .* got nan"),
     "threshold without head": (
         {"confidence_threshold": 0.5, "enable_confidence_head": False},
         "Expected confidence_threshold 0 for a drafter without confidence head, got 0.5",
     ),
     "drafts": ({"num_draft_tokens": 6}, r"Expected num_draft_tokens within \[0, 5\] \(the block size\), got 6"),
+    "negative drafts": ({"num_draft_tokens": -1}, r"Expected num_draft_tokens within \[0, 5\]"),
     "temperatures": ({"sts_temperatures": [1.0, 2.0]}, "Expected 5 positive sts_temperatures"),
     "cold": ({"sts_temperatures": [1.0, 1.0, 0.0, 1.0, 1.0]}, "Expected 5 positive sts_temperatures"),
 }
@@ -46,8 +54,9 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_a_wrong_config_says_what_is_wrong(case):
     changes, message = CONFIGS[case]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         drafter_config(**changes)
+    assert re.fullmatch(r"Expected .+, got .+\. [A-Z0-9].+\.", str(error.value))  # expected, got, what to do
 
 
 def refuse(target, drafter, message, **options):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_dspark
 from hf_dspark import DraftContext, DSparkConfig, DSparkDrafter, Trace, fingerprint
-from tiny import VOCAB, drafter_config, perfect, prompt, tiny_drafter, tiny_target
+from tiny import VOCAB, drafter_config, letter_tokenizer, perfect, prompt, tiny_drafter, tiny_target
 
 DATA = Path(__file__).parent / "data"
 DEEPSPEC = {"vanilla": DATA / "qwen3", "gated": DATA / "variants/qwen3_gated", "rnn": DATA / "variants/qwen3_rnn"}
@@ -197,6 +197,17 @@ def test_a_missing_tensor_is_named(tmp_path, key):
         DSparkDrafter.from_pretrained(edit(DEEPSPEC[KEYS[key]], tmp_path, drop=[key]))
 
 
+@pytest.mark.parametrize("key", ["markov_head.markov_w1.weight", "confidence_head.proj.weight", "layers.2.extra"])
+def test_an_extra_tensor_is_named(tmp_path, key):
+    with pytest.raises(ValueError, match=rf"unexpected \['{key}'\]"):
+        DSparkDrafter.from_pretrained(edit(DEEPSPEC["dflash"], tmp_path, add={key: torch.zeros(2, 2)}))
+
+
+def test_tensors_of_another_shape_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"Expected tensors of the shapes that the config of .* check hidden_size"):
+        DSparkDrafter.from_pretrained(edit(DEEPSPEC["vanilla"], tmp_path, config={"markov_rank": 4}))
+
+
 def test_heads_that_the_config_leaves_out_are_an_error_not_a_dflash_drafter(tmp_path):
     without = {"markov_rank": 0, "enable_confidence_head": False}
     with pytest.raises(ValueError, match=r"unexpected .*confidence_head.proj.weight.*markov_head.markov_w1.weight"):
@@ -207,6 +218,28 @@ def test_a_draft_vocabulary_without_its_map_is_an_error(tmp_path):
     tiny_drafter(draft_vocab_size=20).save_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"missing \['draft_token_ids'\]"):
         DSparkDrafter.from_pretrained(edit(tmp_path / "whole", tmp_path / "cut", drop=["draft_token_ids"]))
+
+
+@pytest.mark.parametrize("ids", [[3, 3, 5], [1, 2, VOCAB], [-1, 0, 1]], ids=["twice", "too large", "negative"])
+def test_a_damaged_map_of_the_draft_vocabulary_is_an_error(tmp_path, ids):
+    tiny_drafter(draft_vocab_size=3).save_pretrained(tmp_path / "whole")
+    damaged = edit(tmp_path / "whole", tmp_path / "damaged", add={"draft_token_ids": torch.tensor(ids)})
+    with pytest.raises(ValueError, match=r"Expected draft_token_ids to be different target ids .* The map is damaged"):
+        DSparkDrafter.from_pretrained(damaged)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors", "no file named model.safetensors"),
+        ("config.json", "Expected a DSpark drafter at .* got no"),
+    ],
+)
+def test_a_missing_file_is_named(tmp_path, file, message):
+    tiny_drafter().save_pretrained(tmp_path)
+    (tmp_path / file).unlink()
+    with pytest.raises(OSError, match=message):
+        DSparkDrafter.from_pretrained(tmp_path)
 
 
 def test_a_truncated_file_is_one_clear_error(tmp_path):
@@ -225,10 +258,66 @@ def test_a_language_model_is_no_drafter_and_a_drafter_no_target(tmp_path):
         DSparkDrafter.from_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="Expected a language model as the target, got the drafter"):
         hf_dspark.load(tmp_path / "drafter", target=tmp_path / "drafter")
+    with pytest.raises(ValueError, match="Expected a language model as the target, got the drafter"):
+        hf_dspark.load(tmp_path / "drafter", target=DEEPSPEC["vanilla"])
     with pytest.raises(ValueError, match="Expected target_name_or_path"):
         hf_dspark.load(tmp_path / "drafter")
     with pytest.raises(FileNotFoundError, match="no such folder"):
         hf_dspark.load(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Folders of a target with a tokenizer, and of a drafter that names it and knows its weights."""
+    target = tiny_target(dtype=torch.float32)
+    target.save_pretrained(tmp_path / "target")
+    letter_tokenizer().save_pretrained(tmp_path / "target")
+    named = {"target_name_or_path": str(tmp_path / "target"), "target_fingerprint": fingerprint(target)}
+    tiny_drafter(target, **named).save_pretrained(tmp_path / "drafter")
+    return tmp_path
+
+
+@pytest.fixture
+def warnings_of_loading(monkeypatch):
+    said = []
+    monkeypatch.setattr(hf_dspark.loading.logger, "warning", said.append)
+    return said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_load_finds_the_target_that_the_drafter_names(pair, warnings_of_loading, dtype):
+    target, tokenizer, drafter = hf_dspark.load(pair / "drafter", dtype=dtype)
+    assert target.dtype == drafter.dtype == dtype
+    assert target.name_or_path == str(pair / "target")
+    assert not warnings_of_loading
+    inputs = tokenizer("fghij", return_tensors="pt", return_token_type_ids=False)
+    with Trace() as trace:
+        target.generate(**inputs, assistant_model=drafter, max_new_tokens=12, do_sample=False)
+    assert trace.drafted > 0
+
+
+def test_other_weights_than_the_trained_ones_are_told_aloud(pair, warnings_of_loading):
+    other = tiny_target(dtype=torch.float32, seed=9)
+    other.save_pretrained(pair / "target")
+    hf_dspark.load(pair / "drafter", dtype=torch.float32)
+    assert len(warnings_of_loading) == 1
+    assert f"got {fingerprint(other)}. The output stays exact" in warnings_of_loading[0]
+
+
+def test_a_truncated_target_is_one_clear_error(pair):
+    file = pair / "target" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"Expected complete safetensors files in .*target.* Download it again"):
+        hf_dspark.load(pair / "drafter")
+
+
+def test_deepspec_layout_says_what_it_has_no_place_for(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(hf_dspark.configuration_dspark.logger, "warning", said.append)
+    drafter = tiny_drafter(own_embeddings=True, sts_temperatures=[2.0] * 5, confidence_threshold=0.5)
+    drafter.save_pretrained(tmp_path, checkpoint_format="deepspec")
+    assert len(said) == 1
+    assert "confidence_threshold, sts_temperatures" in said[0]
 
 
 def test_a_deepspec_checkpoint_behind_plain_auto_classes_is_refused():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from hf_dspark import DSparkTrainer, DSparkTrainingArguments, Trace
@@ -89,8 +90,12 @@ def test_the_exact_attention_mask():
     assert sliding == [[0, 1, 1, 1, 0, 1, 1]] * 2
 
 
-def test_a_block_sees_neither_the_future_nor_other_blocks(target, cache):
-    drafter = tiny_drafter(target).bind(target)
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}
+
+
+@pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
+def test_a_block_sees_neither_the_future_nor_other_blocks(target, cache, changes):
+    drafter = tiny_drafter(target, **changes).bind(target)
     batch = batch_of(cache)
     blocks = teacher_forced(drafter, **batch)
     first = int(batch["anchors"][0, 0])
@@ -115,6 +120,32 @@ def test_a_batch_without_supervised_slots_costs_nothing(target, cache):
     assert terms.loss.item() == 0
     terms.loss.backward()
     assert all(torch.isfinite(w.grad).all() for w in drafter.parameters() if w.grad is not None)
+
+
+def test_responses_too_short_for_an_anchor_cost_nothing(target, samples, tmp_path):
+    drafter = tiny_drafter(target).bind(target)
+    short = [TrainingSample(sample.input_ids[:6], 5) for sample in samples]
+    cache = FeatureCache.build(target, short, tmp_path / "short", layer_ids=[0, 2])
+    terms = objective(drafter, teacher_forced(drafter, **batch_of(cache)), LossWeights())
+    assert terms.loss.item() == 0
+    terms.loss.backward()
+    assert all(torch.isfinite(w.grad).all() for w in drafter.parameters() if w.grad is not None)
+    assert replay_greedy(drafter, cache).rounds == 0
+
+    cache = FeatureCache.build(target, [samples[0], *short], tmp_path / "mixed", layer_ids=[0, 2])
+    supervised = teacher_forced(drafter, **batch_of(cache)).supervised.flatten(1).any(1)
+    assert supervised.sum() == 1
+
+
+def test_a_sample_is_the_same_alone_and_in_a_padded_batch(target, samples, tmp_path):
+    drafter = tiny_drafter(target).bind(target)
+    ragged = [samples[0], TrainingSample(samples[1].input_ids[:14], 5), TrainingSample(samples[2].input_ids[:9], 5)]
+    dataset = AnchorDataset(FeatureCache.build(target, ragged, tmp_path, layer_ids=[0, 2]), 4, seed=0)
+    rows = [dataset[index] for index in range(3)]
+    whole = teacher_forced(drafter, **collate(rows))
+    alone = [teacher_forced(drafter, **collate([row])) for row in rows]
+    assert torch.equal(whole.labels, torch.cat([blocks.labels for blocks in alone]))
+    assert_close(whole.hidden, torch.cat([blocks.hidden for blocks in alone]), rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------ features
@@ -195,6 +226,13 @@ def test_layers_of_the_target_are_copied(family, samples):
         copy_target_layers(tiny_drafter(model, intermediate_size=40), model, [2, 3], samples)
 
 
+def test_starts_that_do_not_fit_are_refused(target, samples):
+    with pytest.raises(ValueError, match=r"Expected layers of the target within \[0, 3\] to copy, got \[2, 4\]"):
+        copy_target_layers(tiny_drafter(target), target, [2, 4], samples)
+    with pytest.raises(ValueError, match="Expected markov_rank <= 20, the draft vocabulary, got 24"):
+        fit_bigrams(tiny_drafter(target, markov_rank=24, draft_vocab_size=20), samples)
+
+
 def test_bigrams_raise_what_follows(target, samples):
     drafter = tiny_drafter(target, markov_rank=16)
     fit_bigrams(drafter, samples)
@@ -240,10 +278,62 @@ def test_training_lowers_the_loss_and_resumes_exactly(target, cache, tmp_path):
         assert loss == pytest.approx(same, abs=1e-6)
 
 
-def test_a_cache_of_another_drafter_is_refused(target, cache, tmp_path):
-    drafter = tiny_drafter(target, target_layer_ids=[0, 1]).bind(target)
-    with pytest.raises(ValueError, match=r"Expected a feature cache with target layers \[0, 1\], got \[0, 2\]"):
-        DSparkTrainer(drafter, arguments(tmp_path), cache)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_epoch_of_a_run_draws_its_own_anchors(target, cache, tmp_path, workers):
+    class Watched(DSparkTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            drawn.append({tuple(anchors) for anchors in inputs["anchors"].tolist()})
+            return super().compute_loss(model, inputs, **kwargs)
+
+    drawn, options = [], {"max_steps": 3, "per_device_train_batch_size": 8, "save_strategy": "no"}
+    drafter = tiny_drafter(target).bind(target)
+    Watched(drafter, arguments(tmp_path, dataloader_num_workers=workers, seed=7, **options), cache).train()
+    assert drawn == [
+        {
+            tuple(sample_anchors(cache[index]["loss_mask"], 8, anchor_generator(7, epoch, index)).tolist())
+            for index in range(8)
+        }
+        for epoch in range(3)
+    ]
+
+
+def test_frozen_parts_are_neither_trained_nor_saved(target, samples, cache, tmp_path):
+    drafter = tiny_drafter(target, draft_vocab_size=20).bind(target)
+    copy_head_rows(drafter, target, frequent_tokens(samples, 20, vocab_size=VOCAB))
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+    rows, trained = drafter.lm_head.weight.clone(), drafter.fc.weight.clone()
+    trainer = DSparkTrainer(drafter, arguments(tmp_path, max_steps=10), cache)
+    trainer.train()
+
+    optimised = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+    assert {name for name, weight in drafter.named_parameters() if id(weight) not in optimised} == {"lm_head.weight"}
+    assert not optimised & {id(weight) for weight in target.parameters()}
+    assert torch.equal(drafter.lm_head.weight, rows)
+    assert not torch.equal(drafter.fc.weight, trained)
+    assert all(torch.equal(before[name], weight) for name, weight in target.state_dict().items())
+    saved = load_file(tmp_path / "checkpoint-10" / "model.safetensors")
+    assert saved.keys() == drafter.state_dict().keys()
+    assert "embed_tokens.weight" not in saved
+
+
+CACHES = {
+    "target layers": ({"target_layer_ids": [0, 1]}, r"target layers \[0, 1\], got \[0, 2\]"),
+    "hidden size": ({"hidden_size": 16}, "hidden size 16, got 32"),
+    "vocabulary": ({"vocab_size": 64}, "vocabulary size 64, got 48"),
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_cache_of_another_drafter_is_refused(cache, tmp_path, case):
+    changes, message = CACHES[case]
+    with pytest.raises(ValueError, match=f"Expected a feature cache with {message}"):
+        DSparkTrainer(tiny_drafter(**changes), arguments(tmp_path), cache)
+
+
+@pytest.mark.parametrize("changes", [{"anchors_per_sample": 0}, {"likelihood_first": 1.5}])
+def test_settings_of_training_are_checked(tmp_path, changes):
+    with pytest.raises(ValueError, match=f"Expected {next(iter(changes))}"):
+        arguments(tmp_path, **changes)
 
 
 def test_what_was_learned_is_what_generation_accepts(target, samples, cache, tmp_path):

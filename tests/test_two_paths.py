@@ -6,8 +6,10 @@ This is the classic silent fault of drafters: high accuracy in training, next to
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_dspark import DraftContext, DSparkDrafter
+from hf_dspark.backbone_dspark import RotaryEmbedding
 from hf_dspark.training.blocks import draft_logits, teacher_forced
 from tiny import MASK, VOCAB, drafter_config, tiny_drafter, tiny_target
 
@@ -87,6 +89,16 @@ def test_one_block_on_both_paths(depth, head, layers):
 @pytest.mark.parametrize("rope", ROPE)
 def test_rotary_variants_on_both_paths(rope):
     assert_paths_agree(tiny_drafter(own_embeddings=True, max_position_embeddings=512, rope_parameters=ROPE[rope]), 300)
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_angles_are_those_of_transformers(rope):
+    config = drafter_config(max_position_embeddings=512, rope_parameters=ROPE[rope])
+    positions = torch.tensor([[0, 1, 77, 300, 511]])
+    ours = RotaryEmbedding(config)(positions, torch.float32)
+    theirs = Qwen3RotaryEmbedding(config)(torch.zeros(1), positions)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one[:, 0], other, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

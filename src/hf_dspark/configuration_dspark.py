@@ -150,6 +150,11 @@ class DSparkConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         values, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if values == {}:
+            raise FileNotFoundError(
+                f"Expected a DSpark drafter at {pretrained_model_name_or_path}, got no config.json, or an empty one. "
+                "Give the drafter's own folder or repository."
+            )
         if not isinstance(values, dict):
             raise ValueError(f"Expected an object in config.json of {pretrained_model_name_or_path}, got {values!r}.")
         if values.get("model_type") == cls.model_type:
@@ -264,12 +269,14 @@ class DSparkConfig(PreTrainedConfig):
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"Expected num_attention_heads to be a multiple of num_key_value_heads, got "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}."
+                f"{self.num_attention_heads} and {self.num_key_value_heads}. Every key head serves equally many "
+                "query heads: take both numbers from the target's config."
             )
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if len(self.layer_types) != self.num_hidden_layers or unknown:
             raise ValueError(
-                f"Expected {self.num_hidden_layers} layer_types out of {LAYER_TYPES}, got {self.layer_types}."
+                f"Expected {self.num_hidden_layers} layer_types out of {LAYER_TYPES}, got {self.layer_types}. "
+                "Name one a layer, or set None for full attention."
             )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError(
@@ -280,7 +287,7 @@ class DSparkConfig(PreTrainedConfig):
         if rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"Expected rope_type in {ROPE_TYPES}, got {rope_type!r}. Rotary embeddings that change with the "
-                "length of the text would move keys that are already in the draft cache."
+                "length of the text would move keys that are already in the draft cache: train with one of these."
             )
 
     def check_drafting(self) -> None:
@@ -290,7 +297,7 @@ class DSparkConfig(PreTrainedConfig):
             ValueError: if `confidence_threshold`, `num_draft_tokens` or `sts_temperatures` is out of range.
         """
         if self.block_size < 1:
-            raise ValueError(f"Expected block_size >= 1, got {self.block_size}.")
+            raise ValueError(f"Expected block_size >= 1, got {self.block_size}. It is the number of drafts a round.")
         if not 0 <= self.confidence_threshold <= 1:
             raise ValueError(
                 f"Expected confidence_threshold within [0, 1], got {self.confidence_threshold}. "

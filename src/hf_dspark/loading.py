@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ._compat import gguf_arguments
 from .configuration_dspark import DSparkConfig
-from .modeling_dspark import DSparkDrafter
+from .modeling_dspark import DSparkDrafter, complete_files
 
 logger = logging.get_logger(__name__)
 
@@ -88,7 +88,8 @@ def load(
         )
     if target is None:
         kwargs.setdefault("revision", config.target_revision)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **kwargs)
+    with complete_files(name):
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **kwargs)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=kwargs.get("revision"))
     loaded = DSparkDrafter.from_pretrained(drafter, dtype=dtype).to(model.device)
     loaded.borrow(model)

@@ -8,6 +8,8 @@ targets work, and they are never registered, saved, moved or trained.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -398,14 +400,10 @@ class DSparkDrafter(PreTrainedModel):
             config = DSparkConfig.from_pretrained(config or pretrained_model_name_or_path, **hub, **changes)
         wants_info = kwargs.pop("output_loading_info", False)
         try:
-            drafter, info = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise ValueError(
-                f"Expected complete safetensors files in {pretrained_model_name_or_path}, got a file that cannot be "
-                f"read ({error}). Download it again."
-            ) from error
+            with complete_files(pretrained_model_name_or_path):
+                drafter, info = super().from_pretrained(
+                    pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
+                )
         except RuntimeError as error:
             if "ignore_mismatched_sizes" not in str(error):
                 raise
@@ -496,6 +494,18 @@ class DSparkDrafter(PreTrainedModel):
                 f"  {'all:':22} {sum(sizes.values()):>13,} parameters",
             ]
         )
+
+
+@contextmanager
+def complete_files(origin: str | Path) -> Iterator[None]:
+    """Raises ValueError if a safetensors file that is read inside turns out to be damaged."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"Expected complete safetensors files in {origin}, got a file that cannot be read ({error}). "
+            "Download it again."
+        ) from error
 
 
 def _additive(mask: torch.Tensor | dict[int | None, torch.Tensor], dtype: torch.dtype):

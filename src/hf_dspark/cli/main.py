@@ -153,8 +153,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        # transformers' own messages span lines; the first sentence is the one that says what is wrong.
-        typer.secho(f"hf-dspark: {error}", fg=typer.colors.RED, err=True)
+        message = " ".join(line.strip() for line in str(error).splitlines())  # transformers' own span several lines
+        typer.secho(f"hf-dspark: {message}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.secho("hf-dspark: stopped.", err=True)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..configuration_dspark import DSparkConfig
 from ..loading import DEMO_TARGET, fingerprint, load_demo_target
-from ..modeling_dspark import DSparkDrafter
+from ..modeling_dspark import DSparkDrafter, complete_files
 from ..training.cache import FeatureCache
 from ..training.data import TrainingSample, frequent_tokens, read_samples
 from ..training.initialise import copy_head_rows, copy_target_layers, fit_bigrams
@@ -46,7 +46,8 @@ def run(
         model, tokenizer = load_demo_target(dtype=torch.bfloat16)
         mask_token_id = DEMO_MASK_TOKEN if mask_token_id is None else mask_token_id
     else:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        with complete_files(target):
+            model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(target)
     config = drafter_config(
         model,

@@ -53,6 +53,8 @@ def replay_greedy(drafter: DSparkDrafter, cache: FeatureCache, *, blocks_at_once
     for index in range(len(cache)):
         sample = {key: value[None].to(drafter.device) for key, value in cache[index].items()}
         response = sample["loss_mask"][0].nonzero()[:, 0]
+        if len(response) < 2:
+            continue
         lengths: dict[int, int] = {}
         for anchors in response[:-1].split(blocks_at_once):
             keep = torch.ones_like(anchors, dtype=torch.bool)[None]

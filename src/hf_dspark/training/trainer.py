@@ -84,6 +84,8 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         for key in ("input_ids", "loss_mask", "features", "last_hidden", "logsumexp", "anchors")
     }
     blocks = torch.tensor([len(sample["anchors"]) for sample in samples])
+    if not blocks.any():  # responses too short for any anchor: one block that only fills the batch
+        batch["anchors"] = batch["anchors"].new_zeros(len(samples), 1)
     batch["keep"] = torch.arange(batch["anchors"].shape[1]) < blocks[:, None]
     return batch
 
