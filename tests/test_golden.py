@@ -84,6 +84,15 @@ def test_proposed_blocks_confidences_and_draft_cache(head, attention):
         assert lengths == data[f"step{step}.threshold_lengths"].tolist()
 
 
+def test_a_block_ends_at_the_first_confidence_below_the_threshold():
+    confidences = torch.tensor([[0.5, 0.5, 0.4, 0.9], [0.4, 0.9, 0.9, 0.9], [1.0, 1.0, 1.0, 1.0]])
+    assert threshold_lengths(confidences, 0.5).tolist() == [2, 0, 4]
+    assert threshold_lengths(confidences, 1.0).tolist() == [0, 0, 4]
+    assert threshold_lengths(confidences, 0.0).tolist() == [4, 4, 4]
+    logits = torch.tensor([[2.0, -3.0]])
+    assert_near(confidence(logits, [4.0, 0.5]), torch.tensor([[0.5, -6.0]]).sigmoid())
+
+
 @HEADS
 def test_corrected_logits_along_the_greedy_chain(head):
     drafter, data = load(head), golden(head)

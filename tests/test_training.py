@@ -227,8 +227,9 @@ def test_layers_of_the_target_are_copied(family, samples):
 
 
 def test_starts_that_do_not_fit_are_refused(target, samples):
-    with pytest.raises(ValueError, match=r"Expected layers of the target within \[0, 3\] to copy, got \[2, 4\]"):
-        copy_target_layers(tiny_drafter(target), target, [2, 4], samples)
+    for sources in ([2, 4], [2, -1]):
+        with pytest.raises(ValueError, match=r"Expected layers of the target within \[0, 3\] to copy"):
+            copy_target_layers(tiny_drafter(target), target, sources, samples)
     with pytest.raises(ValueError, match="Expected markov_rank <= 20, the draft vocabulary, got 24"):
         fit_bigrams(tiny_drafter(target, markov_rank=24, draft_vocab_size=20), samples)
 
