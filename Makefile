@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := install --quiet --disable-pip-version-check
 OLDEST := 5.14.1
 MIDDLE := 5.17.0
-CORE_TESTS := $(addprefix tests/test_,golden.py two_paths.py checkpoints.py greedy_identity.py stops.py processors.py \
+CORE_TESTS := $(addprefix tests/test_,golden.py two_paths.py checkpoints.py bad_input.py training.py cli.py greedy_identity.py stops.py processors.py \
 	accept_rule.py sampling.py generate_features.py features.py stock_loop.py)
 PROMPT := Write a Python function that checks whether a number is prime, and explain how it works.
 
