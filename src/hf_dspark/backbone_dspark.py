@@ -127,3 +127,10 @@ class DSparkLayer(GradientCheckpointingLayer):
         block = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + self.self_attn(block, context, cos_sin, attention_mask, cache)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def additive_mask(mask: torch.Tensor | dict[int | None, torch.Tensor], dtype: torch.dtype):
+    """Boolean masks as eager attention wants them: zero where a query looks, the lowest number elsewhere."""
+    if isinstance(mask, dict):
+        return {window: additive_mask(one, dtype) for window, one in mask.items()}
+    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)

@@ -26,9 +26,10 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.utils import logging
 
 from ._compat import CACHE
+from .context_dspark import DraftBlock, DraftContext
 from .features_dspark import TargetFeatures
 from .heads_dspark import confidence
-from .modeling_dspark import DraftBlock, DraftContext, DSparkDrafter
+from .modeling_dspark import DSparkDrafter
 
 logger = logging.get_logger(__name__)
 

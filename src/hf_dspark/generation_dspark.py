@@ -1,4 +1,4 @@
-"""The accept rule, the one-request loop, and the hooks that put both behind `generate(assistant_model=drafter)`.
+"""The accept rule and the loop for one request.
 
 Speculative decoding (Leviathan et al. 2023, algorithm 1): the target scores anchor and drafts in one forward; draft
 x_k is accepted with probability min(1, p(x_k) / q(x_k)); at the first rejection a token is drawn from the normalised
@@ -11,18 +11,15 @@ order, stopping criteria see each committed token, and the first stop ends the t
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ._compat import CACHE, SLIDING_CACHE_ROLLS_BACK
@@ -117,141 +114,134 @@ def speculative_generate(
     Returns:
         what plain `generate()` returns for the same options.
     """
-    generator = DSparkCandidateGenerator(target, drafter, generation_config, logits_processor, model_kwargs)
-    try:
-        return _rounds(
-            target,
-            generator,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
+    with _drafting(target, drafter, generation_config, logits_processor, model_kwargs) as generator:
+        do_sample = generation_config.do_sample
+        recorded = _Outputs(generation_config)
+        observe = round_observer.get()
+        finished = False
+        rounds = drafted = gained = 0
+
+        def commit(
+            outputs: Any, row: int | None, choose: Callable[[torch.Tensor], tuple[bool, int]]
+        ) -> tuple[bool, int]:
+            """Scores one position, lets `choose` pick its token, and commits it as plain generation would."""
+            nonlocal input_ids, finished
+            position = -1 if row is None else row
+            row_logits = outputs.logits[:, position].to(copy=True, dtype=torch.float32, device=input_ids.device)
+            scores = logits_processor(input_ids, row_logits)
+            kept, token = choose(scores[0])
+            recorded.add(outputs, row, row_logits, scores, input_ids.shape[1])
+            committed = torch.tensor([token], device=input_ids.device)
+            input_ids = torch.cat([input_ids, committed[None]], dim=-1)
+            finished = bool(stopping_criteria(input_ids, recorded.scores).all())
+            if streamer is not None:
+                streamer.put(committed.cpu())
+            return kept, token
+
+        def from_target(scores: torch.Tensor) -> tuple[bool, int]:
+            return False, int(torch.multinomial(scores.softmax(-1), 1) if do_sample else scores.argmax())
+
+        def from_draft(draft: int, q: torch.Tensor | None) -> Callable[[torch.Tensor], tuple[bool, int]]:
+            def choose(scores: torch.Tensor) -> tuple[bool, int]:
+                if do_sample:
+                    return accept_or_resample(scores.softmax(-1), q, draft)
+                best = int(scores.argmax())
+                return best == draft, best
+
+            return choose
+
+        outputs = target._prefill(input_ids, generation_config, model_kwargs)
+        _check_rolls_back(outputs[CACHE], target)
+        outputs[CACHE].activate_past_recording()  # only now: rows of the prompt are never taken back
+        generator.commit_prompt()
+        commit(outputs, None, from_target)
+        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs)
+
+        with target._optimize_model_for_decode():
+            while not finished:
+                started = time.perf_counter()
+                block = generator.draft(input_ids)
+                length = 0 if block is None else int(block.lengths[0])
+                drafts = [] if block is None else block.token_ids[0].tolist()
+                q = None if block is None or block.logits is None else block.logits[0].softmax(-1).to(input_ids.device)
+                drafted_at = time.perf_counter()
+
+                candidates = torch.cat([input_ids, input_ids.new_tensor([drafts[:length]])], dim=-1)
+                kwargs = dict(model_kwargs)
+                if length:
+                    kwargs = target._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=length)
+                model_inputs = target.prepare_inputs_for_generation(
+                    candidates, next_sequence_length=length + 1, is_first_iteration=False, **kwargs
+                )
+                if "logits_to_keep" in model_inputs:
+                    model_inputs["logits_to_keep"] = length + 1
+                outputs = target(**model_inputs, return_dict=True)
+                verified_at = time.perf_counter()
+
+                before, accepted = input_ids.shape[1], 0
+                try:
+                    for row in range(length + 1):
+                        choose = (
+                            from_target if row == length else from_draft(drafts[row], None if q is None else q[row])
+                        )
+                        kept, _ = commit(outputs, row, choose)
+                        accepted += kept
+                        if finished or not kept:
+                            break
+                finally:
+                    # What plain generation would have left, also when a streamer or criterion raises: rows of all
+                    # committed tokens but the last.
+                    added = input_ids.shape[1] - before
+                    outputs[CACHE].crop(-(length + 1 - added))
+                generator.commit(added)
+                model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=added)
+                rounds, drafted, gained = rounds + 1, drafted + length, gained + added
+                if observe is not None:
+                    record = generator.describe(block)
+                    record.accepted, record.committed = accepted, input_ids[0, before:].tolist()
+                    record.draft_seconds, record.verify_seconds = drafted_at - started, verified_at - drafted_at
+                    record.other_seconds = time.perf_counter() - verified_at
+                    observe(record)
+
+        if streamer is not None:
+            streamer.end()
+        if rounds:
+            message = f"DSpark: {gained} tokens in {rounds} rounds, accepted length {gained / rounds:.2f} with bonus."
+            if drafted:
+                logger.info(message)
+            else:
+                logger.warning(
+                    f"{message} Nothing was drafted: see confidence_threshold, num_draft_tokens and processors."
+                )
+        if not generation_config.return_dict_in_generate:
+            return input_ids
+        return GenerateDecoderOnlyOutput(
+            sequences=input_ids,
+            scores=recorded.scores,
+            logits=recorded.logits,
+            attentions=recorded.attentions,
+            hidden_states=recorded.hidden_states,
+            **{CACHE: outputs[CACHE]},
         )
+
+
+@contextmanager
+def _drafting(
+    target: PreTrainedModel,
+    drafter: DSparkDrafter,
+    generation_config: Any,
+    processors: LogitsProcessorList,
+    kwargs: dict,
+) -> Iterator[DSparkCandidateGenerator]:
+    """A candidate generator that leaves nothing behind, also after an exception: no hook, no recording cache."""
+    generator = DSparkCandidateGenerator(target, drafter, generation_config, processors, kwargs)
+    cache = kwargs[CACHE]
+    try:
+        yield generator
     finally:
         generator.close()
-        for layer in model_kwargs[CACHE].layers:
+        for layer in cache.layers:
             layer.record_past = False  # the cache may go on in plain generation, which never crops
-
-
-def _rounds(
-    target: PreTrainedModel,
-    generator: DSparkCandidateGenerator,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: Any,
-    streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
-) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-    do_sample = generation_config.do_sample
-    recorded = _Outputs(generation_config)
-    observe = round_observer.get()
-    finished = False
-    rounds = drafted = gained = 0
-
-    def commit(outputs: Any, row: int | None, choose: Callable[[torch.Tensor], tuple[bool, int]]) -> tuple[bool, int]:
-        """Scores one position, lets `choose` pick its token, and commits it as plain generation would."""
-        nonlocal input_ids, finished
-        position = -1 if row is None else row
-        row_logits = outputs.logits[:, position].to(copy=True, dtype=torch.float32, device=input_ids.device)
-        scores = logits_processor(input_ids, row_logits)
-        kept, token = choose(scores[0])
-        recorded.add(outputs, row, row_logits, scores, input_ids.shape[1])
-        committed = torch.tensor([token], device=input_ids.device)
-        input_ids = torch.cat([input_ids, committed[None]], dim=-1)
-        finished = bool(stopping_criteria(input_ids, recorded.scores).all())
-        if streamer is not None:
-            streamer.put(committed.cpu())
-        return kept, token
-
-    def from_target(scores: torch.Tensor) -> tuple[bool, int]:
-        return False, int(torch.multinomial(scores.softmax(-1), 1) if do_sample else scores.argmax())
-
-    def from_draft(draft: int, q: torch.Tensor | None) -> Callable[[torch.Tensor], tuple[bool, int]]:
-        def choose(scores: torch.Tensor) -> tuple[bool, int]:
-            if do_sample:
-                return accept_or_resample(scores.softmax(-1), q, draft)
-            best = int(scores.argmax())
-            return best == draft, best
-
-        return choose
-
-    outputs = target._prefill(input_ids, generation_config, model_kwargs)
-    _check_rolls_back(outputs[CACHE], target)
-    outputs[CACHE].activate_past_recording()  # only now: rows of the prompt are never taken back
-    generator.commit_prompt()
-    commit(outputs, None, from_target)
-    model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs)
-
-    with target._optimize_model_for_decode():
-        while not finished:
-            started = time.perf_counter()
-            block = generator.draft(input_ids)
-            length = 0 if block is None else int(block.lengths[0])
-            drafts = [] if block is None else block.token_ids[0].tolist()
-            q = None if block is None or block.logits is None else block.logits[0].softmax(-1).to(input_ids.device)
-            drafted_at = time.perf_counter()
-
-            candidates = torch.cat([input_ids, input_ids.new_tensor([drafts[:length]])], dim=-1)
-            kwargs = dict(model_kwargs)
-            if length:
-                kwargs = target._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=length)
-            model_inputs = target.prepare_inputs_for_generation(
-                candidates, next_sequence_length=length + 1, is_first_iteration=False, **kwargs
-            )
-            if "logits_to_keep" in model_inputs:
-                model_inputs["logits_to_keep"] = length + 1
-            outputs = target(**model_inputs, return_dict=True)
-            verified_at = time.perf_counter()
-
-            before, accepted = input_ids.shape[1], 0
-            try:
-                for row in range(length + 1):
-                    choose = from_target if row == length else from_draft(drafts[row], None if q is None else q[row])
-                    kept, _ = commit(outputs, row, choose)
-                    accepted += kept
-                    if finished or not kept:
-                        break
-            finally:
-                # What plain generation would have left, also when a streamer or criterion raises: rows of all
-                # committed tokens but the last.
-                added = input_ids.shape[1] - before
-                outputs[CACHE].crop(-(length + 1 - added))
-            generator.commit(added)
-            model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=added)
-            rounds, drafted, gained = rounds + 1, drafted + length, gained + added
-            if observe is not None:
-                record = generator.describe(block)
-                record.accepted, record.committed = accepted, input_ids[0, before:].tolist()
-                record.draft_seconds, record.verify_seconds = drafted_at - started, verified_at - drafted_at
-                record.other_seconds = time.perf_counter() - verified_at
-                observe(record)
-
-    if streamer is not None:
-        streamer.end()
-    if rounds:
-        message = f"DSpark: {gained} tokens in {rounds} rounds, accepted length {gained / rounds:.2f} with bonus."
-        if drafted:
-            logger.info(message)
-        else:
-            logger.warning(
-                f"{message} Nothing was drafted: see confidence_threshold, num_draft_tokens and processors."
-            )
-    if not generation_config.return_dict_in_generate:
-        return input_ids
-    return GenerateDecoderOnlyOutput(
-        sequences=input_ids,
-        scores=recorded.scores,
-        logits=recorded.logits,
-        attentions=recorded.attentions,
-        hidden_states=recorded.hidden_states,
-        **{CACHE: outputs[CACHE]},
-    )
-
-
-# -------------------------------------------------------------------- what can be drafted for
 
 
 def _check_rolls_back(cache: Any, target: PreTrainedModel) -> None:
@@ -265,195 +255,3 @@ def _check_rolls_back(cache: Any, target: PreTrainedModel) -> None:
             f"Expected a cache of {type(target).__name__} that can drop rejected drafts, got layers of type "
             f"{', '.join(sorted(set(stuck)))}. Generate without assistant_model, or without passing a cache."
         )
-
-
-def check_request(
-    target: PreTrainedModel, drafter: DSparkDrafter, mode: GenerationMode, generation_config: Any
-) -> None:
-    """Everything that is known to be impossible before inputs are prepared.
-
-    Raises:
-        ValueError: for beams, several return sequences, encoder-decoder and stateful targets, or a drafter that does
-            not fit the target.
-    """
-    name = type(target).__name__
-    if generation_config.num_beams > 1 or mode is not GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            f"Expected greedy decoding or sampling with a DSpark drafter, got {mode.value} with "
-            f"num_beams={generation_config.num_beams}. Set num_beams=1, or leave out assistant_model."
-        )
-    if generation_config.num_return_sequences > 1:
-        raise ValueError(
-            f"Expected num_return_sequences=1 with a DSpark drafter, got {generation_config.num_return_sequences}. "
-            "Call generate() once for each sequence."
-        )
-    if target.config.is_encoder_decoder:
-        raise ValueError(f"Expected a decoder-only target, got {name}. DSpark drafts for decoder-only models.")
-    layer_types = getattr(target.config.get_text_config(), "layer_types", None) or []
-    stateful = sorted({kind for kind in layer_types if "attention" not in kind or "linear" in kind})
-    if target._is_stateful or stateful:
-        raise ValueError(
-            f"Expected a target whose cache can drop rejected drafts, got {name}"
-            f"{' with layers of type ' + ', '.join(stateful) if stateful else ', which keeps a running state'}. "
-            "Recurrent state cannot be rewound: generate without assistant_model."
-        )
-    if not generation_config.use_cache:
-        raise ValueError("Expected use_cache=True with a DSpark drafter, got False. Leave use_cache at its default.")
-    drafter.config.check_drafting()
-    drafter.borrow(target)
-
-
-def _check_inputs(
-    target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], synced: bool
-) -> None:
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"Expected one prompt with a DSpark drafter, got a batch of {input_ids.shape[0]}. "
-            "Call generate() once for each prompt."
-        )
-    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
-        raise ValueError("Expected at least one prompt token, got an empty prompt. Pass input_ids with a bos token.")
-    if synced:
-        raise ValueError("Expected synced_gpus=False with a DSpark drafter, got True. Generate on one process.")
-    if model_kwargs.get(CACHE) is None:
-        raise ValueError(
-            f"Expected a target with transformers' cache classes, got {type(target).__name__} without one. "
-            "Generate without assistant_model."
-        )
-
-
-# -------------------------------------------------------------------- the hooks
-
-_ORIGINAL = "_dspark_original"
-_stock_loop: ContextVar[bool] = ContextVar("dspark_stock_loop", default=False)
-
-
-@contextmanager
-def use_stock_loop() -> Iterator[None]:
-    """Within this context, `generate()` drafts through transformers' own assisted loop instead of ours.
-
-    The second route, for comparison and for code that builds on that loop. Its limits are transformers': stop strings
-    and custom stopping criteria that complete inside a block are missed on every version, an end-of-text token inside
-    a block too before 5.24; its sampling rule divides 0 by 0 where p = q; logits processors also see drafts that are
-    rejected; and a cache that an earlier call filled is refused.
-    """
-    token = _stock_loop.set(True)
-    try:
-        yield
-    finally:
-        _stock_loop.reset(token)
-
-
-def _speaks_dspark(assistant: Any) -> bool:
-    return callable(getattr(assistant, "get_candidate_generator", None))
-
-
-def _refuse_lost_drafter(assistant: Any) -> None:
-    """A DSpark checkpoint that a plain Auto class loaded is a model with random layers: say so, instead of failing on
-    a missing attribute."""
-    config = getattr(assistant, "config", None)
-    if getattr(config, "target_layer_ids", None) and getattr(config, "mask_token_id", None) is not None:
-        raise ValueError(
-            f"Expected a DSparkDrafter, got {type(assistant).__name__} built from a DSpark checkpoint: plain Auto "
-            "classes leave most of its weights out. Load it with hf_dspark.DSparkDrafter.from_pretrained."
-        )
-
-
-def _get_candidate_generator(original, self, *args, assistant_model=None, **kwargs):
-    if not _speaks_dspark(assistant_model):
-        return original(self, *args, assistant_model=assistant_model, **kwargs)
-    return assistant_model.get_candidate_generator(self, *args, **kwargs)
-
-
-def _validate_generation_mode(original, self, generation_mode, generation_config, generation_mode_kwargs):
-    assistant = generation_mode_kwargs.get("assistant_model")
-    if not _speaks_dspark(assistant):
-        _refuse_lost_drafter(assistant)
-        return original(self, generation_mode, generation_config, generation_mode_kwargs)
-    return check_request(self, assistant, generation_mode, generation_config)
-
-
-def _assisted_decoding(
-    original,
-    self,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    synced_gpus=False,
-    streamer=None,
-    inputs_tensor=None,
-    assistant_model=None,
-    assistant_tokenizer=None,
-    tokenizer=None,
-    **model_kwargs,
-):
-    if _speaks_dspark(assistant_model):
-        _check_inputs(self, input_ids, model_kwargs, synced_gpus)
-        cache = model_kwargs[CACHE]
-        if _stock_loop.get() and cache.get_seq_length():
-            raise ValueError(
-                f"Expected an empty cache for the stock loop, got one of {cache.get_seq_length()} tokens, which that "
-                "loop reads wrongly. Leave the cache out, or leave use_stock_loop()."
-            )
-        if not _stock_loop.get():
-            return speculative_generate(
-                self,
-                assistant_model,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                model_kwargs=model_kwargs,
-            )
-    return original(
-        self,
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        synced_gpus=synced_gpus,
-        streamer=streamer,
-        inputs_tensor=inputs_tensor,
-        assistant_model=assistant_model,
-        assistant_tokenizer=assistant_tokenizer,
-        tokenizer=tokenizer,
-        **model_kwargs,
-    )
-
-
-_HOOKS: dict[str, Callable] = {
-    "_get_candidate_generator": _get_candidate_generator,
-    "_validate_generation_mode": _validate_generation_mode,
-    "_assisted_decoding": _assisted_decoding,
-}
-
-
-def _wrap(original: Callable, hook: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self, *args, **kwargs):
-        return hook(original, self, *args, **kwargs)
-
-    setattr(wrapper, _ORIGINAL, original)
-    return wrapper
-
-
-def patch() -> None:
-    """Teaches `generate()` to use DSpark drafters. Importing the package does this; a second call does nothing.
-
-    Only calls whose `assistant_model` speaks our protocol are changed. The environment variable
-    ``HF_DSPARK_NO_PATCH=1`` leaves transformers alone at import.
-    """
-    for name, hook in _HOOKS.items():
-        original = getattr(GenerationMixin, name)
-        if not hasattr(original, _ORIGINAL):
-            setattr(GenerationMixin, name, _wrap(original, hook))
-
-
-def unpatch() -> None:
-    """Takes all hooks off again."""
-    for name in _HOOKS:
-        original = getattr(getattr(GenerationMixin, name), _ORIGINAL, None)
-        if original is not None:
-            setattr(GenerationMixin, name, original)

@@ -21,8 +21,9 @@ from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 
-from .backbone_dspark import DSparkLayer, Qwen3RMSNorm, RotaryEmbedding
+from .backbone_dspark import DSparkLayer, Qwen3RMSNorm, RotaryEmbedding, additive_mask
 from .configuration_dspark import DSparkConfig
+from .context_dspark import DraftBlock, DraftContext, TargetModules
 from .heads_dspark import MARKOV_HEADS, ConfidenceHead, MarkovHead, confidence, threshold_lengths
 
 
@@ -37,74 +38,6 @@ class DSparkOutput(ModelOutput):
 
     last_hidden_state: torch.Tensor | None = None
     cache: DynamicCache | None = None
-
-
-@dataclass
-class DraftBlock:
-    """The drafts of one round for R requests.
-
-    Attributes:
-        token_ids (`torch.Tensor` of shape `(R, n)`): target token ids, n <= gamma.
-        logits (`torch.Tensor` of shape `(R, n, vocab_size)`, *optional*): processed logits; their softmax *is* the
-            distribution the tokens were drawn from. `None` for greedy drafts, whose distribution is one-hot.
-        confidence_logits (`torch.Tensor` of shape `(R, n)`, *optional*): raw; `None` without a confidence head.
-        lengths (`torch.Tensor` of shape `(R,)`): how many drafts are worth verifying, 0..n.
-    """
-
-    token_ids: torch.Tensor
-    logits: torch.Tensor | None
-    confidence_logits: torch.Tensor | None
-    lengths: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TargetModules:
-    """The target's embedding and language modelling head, borrowed.
-
-    Attributes:
-        embed (`nn.Module`): called with token ids.
-        head (`nn.Module`): called with hidden states.
-    """
-
-    embed: nn.Module
-    head: nn.Module
-
-    def __deepcopy__(self, memo: dict) -> TargetModules:
-        return self  # a copied drafter borrows the same target
-
-
-class DraftContext:
-    """What one generation remembers for the drafter: cached context rows and the features still to be added.
-
-    Args:
-        modules ([`TargetModules`], *optional*): what the drafter borrows; `None` if it has its own embeddings.
-    """
-
-    def __init__(self, modules: TargetModules | None = None):
-        self.modules = modules
-        self.cache = DynamicCache()
-        self.next_position = 0
-        self._features: list[torch.Tensor] = []
-        self._positions: list[torch.Tensor] = []
-
-    def append(self, features: torch.Tensor, position_ids: torch.Tensor) -> None:
-        """Adds target features of committed tokens.
-
-        Args:
-            features (`torch.Tensor` of shape `(R, n, layers * hidden_size)`): n >= 1 rows.
-            position_ids (`torch.Tensor` of shape `(R, n)`): their true positions, increasing.
-        """
-        self._features.append(features)
-        self._positions.append(position_ids)
-        self.next_position = int(position_ids[0, -1]) + 1
-
-    def take(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features and positions added since the last call, on the drafter's device and in its dtype."""
-        features = torch.cat([rows.to(device, dtype) for rows in self._features], dim=1)
-        positions = torch.cat([rows.to(device) for rows in self._positions], dim=1)
-        self._features.clear()
-        self._positions.clear()
-        return features, positions
 
 
 class DSparkDrafter(PreTrainedModel):
@@ -273,7 +206,7 @@ class DSparkDrafter(PreTrainedModel):
             [`DSparkOutput`]: states after the final norm, `(batch, queries, hidden_size)`, and the cache.
         """
         if attention_mask is not None and self.config._attn_implementation == "eager":
-            attention_mask = _additive(attention_mask, noise_embeds.dtype)
+            attention_mask = additive_mask(attention_mask, noise_embeds.dtype)
         context = self.hidden_norm(self.fc(context_hidden_states))
         cos_sin = self.rotary(position_ids, noise_embeds.dtype)
         hidden_states = noise_embeds
@@ -506,13 +439,6 @@ def complete_files(origin: str | Path) -> Iterator[None]:
             f"Expected complete safetensors files in {origin}, got a file that cannot be read ({error}). "
             "Download it again."
         ) from error
-
-
-def _additive(mask: torch.Tensor | dict[int | None, torch.Tensor], dtype: torch.dtype):
-    """Boolean masks as eager attention wants them: zero where a query looks, the lowest number elsewhere."""
-    if isinstance(mask, dict):
-        return {window: _additive(one, dtype) for window, one in mask.items()}
-    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
 
 
 def _to_module(tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
