@@ -170,7 +170,7 @@ def counting_prefix_function():
 
 @pytest.mark.parametrize("make", [counting_closure, counting_class, counting_prefix_function])
 def test_a_memory_outside_the_processor_sees_committed_tokens_only(llama, make):
-    assert_greedy_identity(llama, mixed(llama), prompt(), make, max_new_tokens=12)
+    assert_greedy_identity(llama, tiny_drafter(llama), prompt(), make, max_new_tokens=12)  # it uses processors itself
 
 
 def test_processors_given_by_the_user_are_not_left_changed_by_drafting(llama):
