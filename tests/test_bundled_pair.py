@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_dspark import Trace, fingerprint, load_demo
-from hf_dspark.cli.measure import read_prompts
 from hf_dspark.cli.models import encode
 from hf_dspark.evaluation.audit import audit_greedy
+from hf_dspark.evaluation.prompts import read_prompts
 from hf_dspark.loading import DEMO_DRAFTER
 
 PROMPTS = Path(__file__).parent.parent / "benchmarks" / "prompts"

@@ -158,7 +158,8 @@ def test_train_end_to_end(monkeypatch, capfd, folder, tmp_path):
         "--target-layers", "0,2", "--mask-token-id", MASK, "--markov-rank", 8, "--max-steps", 4, "--eval-steps", 2,
         "--batch-size", 2, "--draft-vocab-size", 24,
     ]  # fmt: skip
-    status, out, err = call(monkeypatch, capfd, "train", folder / "responses.jsonl", tmp_path, *options)
+    train = ["train", tmp_path, "--responses", folder / "responses.jsonl", *options]
+    status, out, err = call(monkeypatch, capfd, *train)
     assert status == 0, err
     assert f"saved {tmp_path / 'drafter'}" in out
     drafter = DSparkDrafter.from_pretrained(tmp_path / "drafter")
@@ -168,14 +169,14 @@ def test_train_end_to_end(monkeypatch, capfd, folder, tmp_path):
     assert status == 0
     assert json.loads(out)["drafted"] > 0
 
-    status, _, err = call(monkeypatch, capfd, "train", folder / "responses.jsonl", tmp_path, *options, "--layers", 2)
+    status, _, err = call(monkeypatch, capfd, *train, "--layers", 2)
     assert status == 1
-    assert "num_hidden_layers 1 (now 2)" in err.strip().splitlines()[-1]
+    assert "layers 1 (now 2)" in err.strip().splitlines()[-1]
     steps, taken, compute_loss = ["--max-steps", 6], [], DSparkTrainer.compute_loss
     monkeypatch.setattr(
         DSparkTrainer, "compute_loss", lambda *args, **kw: taken.append(1) or compute_loss(*args, **kw)
     )
-    status, _, err = call(monkeypatch, capfd, "train", folder / "responses.jsonl", tmp_path, *options, *steps)
+    status, _, err = call(monkeypatch, capfd, *train, *steps)
     assert status == 0, err
     assert (tmp_path / "checkpoint-6").is_dir()
     assert len(taken) == 2  # steps 5 and 6: the first four are not repeated
@@ -197,9 +198,9 @@ MISTAKES = {
     "not on the Hub": (["generate", "w5", "--drafter", "nobody/nothing"], "connect"),
     "no prompts": (["measure", "nowhere.jsonl"], "Expected a JSONL file of prompts"),
     "bad prompts": (["measure", "responses.jsonl"], "Expected an object with text in `turns` or `messages`"),
-    "layer numbers": (["train", "responses.jsonl", "out", "--target", "target", "--target-layers", "a,b"],
+    "layer numbers": (["train", "out", "--responses", "responses.jsonl", "--target", "target", "--target-layers", "a,b"],
                       "Expected layer numbers"),
-    "no mask": (["train", "responses.jsonl", "out", "--target", "target", "--target-layers", "0,2"],
+    "no mask": (["train", "out", "--responses", "responses.jsonl", "--target", "target", "--target-layers", "0,2"],
                 "Expected mask_token_id, got None"),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from hf_dspark import DraftContext, DSparkDrafter, Trace, use_stock_loop
 from hf_dspark.heads_dspark import confidence, threshold_lengths
 from hf_dspark.training.blocks import draft_logits, target_probabilities, teacher_forced
 from hf_dspark.training.loss import LossWeights, objective
+from hf_dspark.training.packing import PackedAttention
 
 DATA = Path(__file__).parent / "data"
 FOLDERS = {
@@ -107,33 +108,39 @@ def test_corrected_logits_along_the_greedy_chain(head):
 
 
 def training_blocks(drafter, data):
+    sequences, length = data["train.input_ids"].shape
+    keep = data["train.block_keep_mask"].bool()
+    starts = torch.arange(sequences)[:, None] * length
     return teacher_forced(
         drafter,
-        input_ids=data["train.input_ids"],
-        loss_mask=data["train.loss_mask"].bool(),
-        features=data["train.target_hidden_states"],
-        last_hidden=data["train.target_last_hidden_states"],
+        input_ids=data["train.input_ids"].flatten(),
+        loss_mask=data["train.loss_mask"].bool().flatten(),
+        lengths=torch.full((sequences,), length),
+        features=data["train.target_hidden_states"].flatten(0, 1),
+        last_hidden=data["train.target_last_hidden_states"].flatten(0, 1),
         logsumexp=None,
-        anchors=data["train.anchor_positions"],
-        keep=data["train.block_keep_mask"].bool(),
+        anchors=(data["train.anchor_positions"] + starts)[keep],
     )
 
 
-@ATTENTION
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("route", ["dense", "flex"])
 @HEADS
-def test_training_forward_and_loss_terms(head, attention):
-    drafter, data = load(head, attention), golden(head)
+def test_training_forward_and_loss_terms(head, route, monkeypatch):
+    monkeypatch.setattr(PackedAttention, "dense", getattr(PackedAttention, route))
+    drafter, data = load(head).requires_grad_(route == "dense"), golden(head)  # flex trains on CUDA only
     blocks = training_blocks(drafter, data)
     keep = data["train.block_keep_mask"].bool()
     supervised = blocks.supervised
-    assert torch.equal(supervised[keep], data["train.eval_mask"].bool()[keep])
-    assert not supervised[~keep].any()
-    assert torch.equal(blocks.labels, data["train.target_ids"][supervised])
-    assert_near(draft_logits(drafter, blocks.hidden, blocks.latent), data["train.draft_logits"][supervised])
-    theirs = data["train.aligned_target_logits"][supervised].softmax(-1)
+    assert torch.equal(supervised, data["train.eval_mask"].bool()[keep])
+    assert torch.equal(blocks.labels, data["train.target_ids"][keep][supervised])
+    assert_near(draft_logits(drafter, blocks.hidden, blocks.latent), data["train.draft_logits"][keep][supervised])
+    theirs = data["train.aligned_target_logits"][keep][supervised].softmax(-1)
     assert_near(target_probabilities(drafter, blocks.target_hidden, None), theirs)
     if head != "dflash":
-        assert_near(blocks.confidence_logits, data["train.confidence_pred"][supervised])
+        assert_near(blocks.confidence_logits, data["train.confidence_pred"][keep][supervised])
+    if route == "flex":
+        return
 
     terms = objective(drafter, blocks, LossWeights(), chunk_rows=5)
     for ours, theirs in (("ce", "ce"), ("tv", "l1"), ("confidence", "confidence")):

@@ -13,7 +13,9 @@ from hf_dspark.training.blocks import draft_logits, target_probabilities, teache
 from hf_dspark.training.cache import FeatureCache
 from hf_dspark.training.data import TrainingSample, frequent_tokens
 from hf_dspark.training.initialise import copy_head_rows, copy_target_layers, fit_bigrams
+from hf_dspark.training.features import OnlineFeatures
 from hf_dspark.training.loss import LossWeights, objective
+from hf_dspark.training.packing import PackedAttention
 from hf_dspark.training.replay import replay_greedy
 from hf_dspark.training.trainer import AnchorDataset, collate
 from tiny import VOCAB, prompt, tiny_drafter, tiny_target
@@ -43,28 +45,27 @@ def cache(target, samples, tmp_path):
     return FeatureCache.build(target, samples, tmp_path / "features", layer_ids=[0, 2], samples_per_shard=3)
 
 
-def batch_of(cache, anchors=6):
-    dataset = AnchorDataset(cache, anchors, seed=0)
-    return collate([dataset[index] for index in range(len(dataset))])
+def batch_of(data, anchors=6, indices=None):
+    dataset = AnchorDataset(data, anchors, seed=0)
+    batch = collate([dataset[index] for index in indices or range(len(dataset))])
+    batch.pop("index")
+    return batch
 
 
 # ------------------------------------------------------------------ anchors
 
 
 def test_the_exact_slots_that_are_supervised():
-    loss_mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 0, 0]], dtype=torch.bool)
-    anchors = torch.tensor([[2, 3, 6, 7]])
-    keep = torch.tensor([[True, True, True, False]])
-    slots = supervised_slots(loss_mask, anchors, keep, gamma=3)
-    # Labels of anchor 2: 3, 4, 5 (5 is outside the response); of 3: 4, 5; of 6: 7, 8; anchor 7 only fills the batch.
-    assert slots[0].tolist() == [[True, True, False], [True, False, False], [True, False, False], [False] * 3]
+    loss_mask = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 0, 0], dtype=torch.bool)
+    slots = supervised_slots(loss_mask, torch.tensor([2, 3, 6]), torch.full((3,), 10), gamma=3)
+    # Labels of anchor 2: 3, 4, 5 (5 is outside the response); of 3: 4, 5; of 6: 7, 8.
+    assert slots.tolist() == [[True, True, False], [True, False, False], [True, False, False]]
 
 
-def test_a_block_at_the_end_of_the_text_is_cut():
-    slots = supervised_slots(
-        torch.ones(1, 6, dtype=torch.bool), torch.tensor([[4]]), torch.ones(1, 1, dtype=torch.bool), 4
-    )
-    assert slots[0, 0].tolist() == [True, False, False, False]
+def test_a_block_at_the_end_of_its_text_is_cut():
+    # Two texts of six and four rows: the labels of row 4 must not come from the second one.
+    slots = supervised_slots(torch.ones(10, dtype=torch.bool), torch.tensor([4, 8]), torch.tensor([6, 10]), 4)
+    assert slots.tolist() == [[True, False, False, False]] * 2
 
 
 def test_anchors_need_their_own_and_the_next_token_in_the_response():
@@ -83,39 +84,67 @@ def test_anchors_depend_on_seed_epoch_and_sample_alone():
 
 
 def test_the_exact_attention_mask():
-    mask = block_mask(torch.tensor([[2, 4]]), length=5, gamma=2)[0, 0].int().tolist()
+    mask = block_mask(torch.tensor([2, 4]), length=5, gamma=2).int().tolist()
     first, second = [1, 1, 0, 0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 1, 1]
     assert mask == [first, first, second, second]
-    sliding = block_mask(torch.tensor([[4]]), length=5, gamma=2, window=3)[0, 0].int().tolist()
+    sliding = block_mask(torch.tensor([4]), length=5, gamma=2, window=3).int().tolist()
     assert sliding == [[0, 1, 1, 1, 0, 1, 1]] * 2
 
 
 SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}
+ROUTES = pytest.mark.parametrize("route", ["dense", "flex"])
+UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+LAYERS = pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
 
 
-@pytest.mark.parametrize("changes", [{}, SLIDING], ids=["full", "sliding"])
-def test_a_block_sees_neither_the_future_nor_other_blocks(target, cache, changes):
+@UNCOMPILED
+@ROUTES
+@LAYERS
+@torch.no_grad()
+def test_a_block_sees_neither_the_future_nor_other_blocks(target, cache, monkeypatch, route, changes):
+    monkeypatch.setattr(PackedAttention, "dense", getattr(PackedAttention, route))
     drafter = tiny_drafter(target, **changes).bind(target)
     batch = batch_of(cache)
-    blocks = teacher_forced(drafter, **batch)
-    first = int(batch["anchors"][0, 0])
-    rows = slice(0, int(blocks.supervised[0, 0].sum()))
-    logits = draft_logits(drafter, blocks.hidden, blocks.latent)[rows]
-    batch["features"] = batch["features"].clone()
-    batch["features"][0, first:] += 5.0
-    batch["anchors"] = batch["anchors"].clone()
-    batch["anchors"][0, 1:] = batch["anchors"][0, -1]
-    after = teacher_forced(drafter, **batch)
-    assert_close(draft_logits(drafter, after.hidden, after.latent)[rows], logits, rtol=0, atol=1e-5)
-    batch["features"][0, first - 1] += 5.0  # the last row it does see
-    seen = teacher_forced(drafter, **batch)
-    assert (draft_logits(drafter, seen.hidden, seen.latent)[rows] - logits).abs().max() > 1e-3
+    second = int(batch["lengths"][0])  # the first row of the second text
+    chosen = int((batch["anchors"] < second).sum())  # its first block
+    anchor = int(batch["anchors"][chosen])
+
+    def logits_of_block():
+        blocks = teacher_forced(drafter, **batch)
+        rows = blocks.supervised.nonzero()[:, 0] == chosen
+        return draft_logits(drafter, blocks.hidden, blocks.latent)[rows]
+
+    logits = logits_of_block()
+    assert len(logits) == drafter.config.block_size
+    clean = batch["features"].clone()
+    batch["features"][anchor:] += 5.0  # its own future and the texts behind
+    batch["features"][:second] += 5.0  # the text before
+    others = torch.arange(len(batch["anchors"])) != chosen
+    batch["anchors"] = torch.where(others & (batch["anchors"] > anchor), batch["anchors"].max(), batch["anchors"])
+    assert_close(logits_of_block(), logits, rtol=0, atol=1e-5)
+    batch["features"] = clean
+    batch["features"][anchor - 1] += 5.0  # the last row it does see
+    assert (logits_of_block() - logits).abs().max() > 1e-3
+
+
+@UNCOMPILED
+@LAYERS
+@torch.no_grad()
+def test_flex_attention_equals_a_dense_mask(target, samples, tmp_path, monkeypatch, changes):
+    drafter = tiny_drafter(target, **changes).bind(target)
+    ragged = [TrainingSample(sample.input_ids[: 9 + 3 * n], 5) for n, sample in enumerate(samples)]
+    batch = batch_of(FeatureCache.build(target, ragged, tmp_path, layer_ids=[0, 2]))
+    dense = teacher_forced(drafter, **batch)
+    monkeypatch.setattr(PackedAttention, "dense", PackedAttention.flex)
+    flex = teacher_forced(drafter, **batch)
+    assert torch.equal(flex.labels, dense.labels)
+    assert_close(flex.hidden, dense.hidden, rtol=0, atol=1e-4)
 
 
 def test_a_batch_without_supervised_slots_costs_nothing(target, cache):
     drafter = tiny_drafter(target).bind(target)
     batch = batch_of(cache)
-    batch["keep"] = torch.zeros_like(batch["keep"])
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
     terms = objective(drafter, teacher_forced(drafter, **batch), LossWeights())
     assert terms.loss.item() == 0
     terms.loss.backward()
@@ -133,17 +162,17 @@ def test_responses_too_short_for_an_anchor_cost_nothing(target, samples, tmp_pat
     assert replay_greedy(drafter, cache).rounds == 0
 
     cache = FeatureCache.build(target, [samples[0], *short], tmp_path / "mixed", layer_ids=[0, 2])
-    supervised = teacher_forced(drafter, **batch_of(cache)).supervised.flatten(1).any(1)
-    assert supervised.sum() == 1
+    batch = batch_of(cache)
+    assert len(batch["anchors"]) == 6
+    assert teacher_forced(drafter, **batch).supervised.any(1).all()
 
 
-def test_a_sample_is_the_same_alone_and_in_a_padded_batch(target, samples, tmp_path):
+def test_a_sample_is_the_same_alone_and_packed(target, samples, tmp_path):
     drafter = tiny_drafter(target).bind(target)
     ragged = [samples[0], TrainingSample(samples[1].input_ids[:14], 5), TrainingSample(samples[2].input_ids[:9], 5)]
-    dataset = AnchorDataset(FeatureCache.build(target, ragged, tmp_path, layer_ids=[0, 2]), 4, seed=0)
-    rows = [dataset[index] for index in range(3)]
-    whole = teacher_forced(drafter, **collate(rows))
-    alone = [teacher_forced(drafter, **collate([row])) for row in rows]
+    data = FeatureCache.build(target, ragged, tmp_path, layer_ids=[0, 2])
+    whole = teacher_forced(drafter, **batch_of(data, 4))
+    alone = [teacher_forced(drafter, **batch_of(data, 4, [index])) for index in range(3)]
     assert torch.equal(whole.labels, torch.cat([blocks.labels for blocks in alone]))
     assert_close(whole.hidden, torch.cat([blocks.hidden for blocks in alone]), rtol=0, atol=1e-5)
 
@@ -202,8 +231,8 @@ def test_a_reduced_vocabulary_does_not_renormalise_the_target(target, samples, c
     full = target.get_output_embeddings()(blocks.target_hidden).softmax(-1)
     assert_close(p, full[:, kept], rtol=0, atol=1e-5)
     assert (p.sum(-1) < 0.999).any()
-    labels = batch["input_ids"][0, batch["anchors"][0, 0] + 1]
-    assert blocks.labels[0] == (kept.index(int(labels)) if int(labels) in kept else -1)
+    label = int(batch["input_ids"][batch["anchors"][0] + 1])
+    assert blocks.labels[0] == (kept.index(label) if label in kept else -1)
     terms = objective(drafter, blocks, LossWeights())
     q = draft_logits(drafter, blocks.hidden, blocks.latent).softmax(-1)
     tv = (q - p).abs().sum(-1) + 1 - p.sum(-1)
@@ -283,7 +312,10 @@ def test_training_lowers_the_loss_and_resumes_exactly(target, cache, tmp_path):
 def test_every_epoch_of_a_run_draws_its_own_anchors(target, cache, tmp_path, workers):
     class Watched(DSparkTrainer):
         def compute_loss(self, model, inputs, **kwargs):
-            drawn.append({tuple(anchors) for anchors in inputs["anchors"].tolist()})
+            starts = (inputs["lengths"].cumsum(0) - inputs["lengths"]).tolist()
+            rows = [inputs["anchors"] - start for start in starts]
+            drawn.append({(i, tuple(r[(r >= 0) & (r < n)].tolist())) for i, r, n in zip(
+                inputs["index"].tolist(), rows, inputs["lengths"].tolist(), strict=True)})
             return super().compute_loss(model, inputs, **kwargs)
 
     drawn, options = [], {"max_steps": 3, "per_device_train_batch_size": 8, "save_strategy": "no"}
@@ -291,7 +323,7 @@ def test_every_epoch_of_a_run_draws_its_own_anchors(target, cache, tmp_path, wor
     Watched(drafter, arguments(tmp_path, dataloader_num_workers=workers, seed=7, **options), cache).train()
     assert drawn == [
         {
-            tuple(sample_anchors(cache[index]["loss_mask"], 8, anchor_generator(7, epoch, index)).tolist())
+            (index, tuple(sample_anchors(cache[index]["loss_mask"], 8, anchor_generator(7, epoch, index)).tolist()))
             for index in range(8)
         }
         for epoch in range(3)
@@ -327,7 +359,7 @@ CACHES = {
 @pytest.mark.parametrize("case", CACHES)
 def test_a_cache_of_another_drafter_is_refused(cache, tmp_path, case):
     changes, message = CACHES[case]
-    with pytest.raises(ValueError, match=f"Expected a feature cache with {message}"):
+    with pytest.raises(ValueError, match=f"Expected target features with {message}"):
         DSparkTrainer(tiny_drafter(**changes), arguments(tmp_path), cache)
 
 
@@ -345,7 +377,7 @@ def test_what_was_learned_is_what_generation_accepts(target, samples, cache, tmp
         drafter,
         arguments(tmp_path / "overfit", save_strategy="no", logging_steps=50, **options),
         cache,
-        eval_cache=cache,
+        eval_data=cache,
     )
     trainer.train()
     replayed = replay_greedy(drafter, cache)

@@ -53,13 +53,13 @@ def both_paths(drafter, depth):
     ids[0, depth + 1 :] = block.token_ids
     forced = teacher_forced(
         drafter,
-        input_ids=ids,
-        loss_mask=torch.arange(ids.shape[1])[None] >= depth,
-        features=features,
-        last_hidden=torch.zeros(1, ids.shape[1], drafter.config.hidden_size),
+        input_ids=ids[0],
+        loss_mask=torch.arange(ids.shape[1]) >= depth,
+        lengths=torch.tensor([ids.shape[1]]),
+        features=features[0],
+        last_hidden=torch.zeros(ids.shape[1], drafter.config.hidden_size),
         logsumexp=None,
-        anchors=torch.tensor([[depth]]),
-        keep=torch.ones(1, 1, dtype=torch.bool),
+        anchors=torch.tensor([depth]),
     )
     return block, draft_logits(drafter, forced.hidden, forced.latent), forced.confidence_logits
 

@@ -17,6 +17,9 @@ CACHE = "cache" if Version("5.24.0.dev0") <= VERSION else "past_key_values"
 # decoding there, but a cache that the user passes may have them. Delete when 5.17 is the oldest.
 SLIDING_CACHE_ROLLS_BACK = Version("5.17.0.dev0") <= VERSION
 
+# 5.24 renamed the training argument from `gradient_checkpointing`. Delete when 5.24 is the oldest.
+CHECKPOINTING = "activation_checkpointing" if Version("5.24.0.dev0") <= VERSION else "gradient_checkpointing"
+
 
 def gguf_arguments() -> dict:
     """Arguments of `from_pretrained` that load a GGUF file as a plain, dequantised model.

@@ -8,6 +8,8 @@ never rolled back: rows of a block are concatenated behind it and forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -79,8 +81,8 @@ class DSparkAttention(nn.Module):
         hidden_states: torch.Tensor,  # [batch, queries, hidden]: the normalised block
         context: torch.Tensor,  # [batch, new, hidden]: projected target features, the same for every layer
         cos_sin: tuple[torch.Tensor, torch.Tensor],  # [batch, 1, new + queries, head_dim]
-        attention_mask: torch.Tensor | None,
         cache: DynamicCache | None,
+        attend: Callable | None,
     ) -> torch.Tensor:
         cos, sin = cos_sin
         new, queries = context.shape[1], hidden_states.shape[1]
@@ -93,22 +95,20 @@ class DSparkAttention(nn.Module):
 
         if cache is not None:
             past_key, past_value = cache.update(key[:, :, :new], value[:, :, :new], self.layer_idx)
-            if self.window is not None and attention_mask is None:
+            if self.window is not None:
                 # A query's window ends at the anchor: every slot sees the same `window` context rows.
                 past_key, past_value = past_key[:, :, -self.window :], past_value[:, :, -self.window :]
             key = torch.cat([past_key, key[:, :, new:]], dim=2)
             value = torch.cat([past_value, value[:, :, new:]], dim=2)
-        elif self.window is not None and attention_mask is None:
+        elif self.window is not None and attend is None:
             raise ValueError(
-                "Expected a draft cache or an attention mask for a drafter with sliding layers, got neither. "
-                "Pass cache=DynamicCache(), or a mask that ends the context at the window."
+                "Expected a draft cache for a drafter with sliding layers, got none. Pass cache=DynamicCache()."
             )
 
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        if attend is None:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
-        output, _ = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False
-        )
+        output, _ = attend(self, query, key, value, None, dropout=dropout, scaling=self.scaling, is_causal=False)
         return self.o_proj(output.flatten(start_dim=2))
 
 
@@ -123,14 +123,8 @@ class DSparkLayer(GradientCheckpointingLayer):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states, context, cos_sin, attention_mask, cache):
+    def forward(self, hidden_states, context, cos_sin, cache, attend):
         block = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(block, context, cos_sin, attention_mask, cache)
+        hidden_states = hidden_states + self.self_attn(block, context, cos_sin, cache, attend)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
-
-def additive_mask(mask: torch.Tensor | dict[int | None, torch.Tensor], dtype: torch.dtype):
-    """Boolean masks as eager attention wants them: zero where a query looks, the lowest number elsewhere."""
-    if isinstance(mask, dict):
-        return {window: additive_mask(one, dtype) for window, one in mask.items()}
-    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)

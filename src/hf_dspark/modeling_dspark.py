@@ -8,7 +8,7 @@ targets work, and they are never registered, saved, moved or trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 
-from .backbone_dspark import DSparkLayer, Qwen3RMSNorm, RotaryEmbedding, additive_mask
+from .backbone_dspark import DSparkLayer, Qwen3RMSNorm, RotaryEmbedding
 from .configuration_dspark import DSparkConfig
 from .context_dspark import DraftBlock, DraftContext, TargetModules
 from .heads_dspark import MARKOV_HEADS, ConfidenceHead, MarkovHead, confidence, threshold_lengths
@@ -29,7 +29,7 @@ from .heads_dspark import MARKOV_HEADS, ConfidenceHead, MarkovHead, confidence, 
 
 @dataclass
 class DSparkOutput(ModelOutput):
-    """Output of [`DSparkDrafter.forward`].
+    """Output of [`DSparkDrafter.backbone`].
 
     Args:
         last_hidden_state (`torch.Tensor` of shape `(batch, queries, hidden_size)`): block states after the final norm.
@@ -182,13 +182,23 @@ class DSparkDrafter(PreTrainedModel):
 
     # ---------------------------------------------------------------- the block
 
-    def forward(
+    def forward(self, *args: Any, step: Callable[[DSparkDrafter], Any] | None = None, **kwargs: Any) -> Any:
+        """The backbone on a block, see [`DSparkDrafter.backbone`]; or, in training, `step`.
+
+        Args:
+            args, kwargs: of `backbone`.
+            step (`Callable`, *optional*): called with this drafter instead. Wrappers for several devices (DDP, FSDP)
+                prepare weights and gradients around this method alone, so a training step runs inside it.
+        """
+        return self.backbone(*args, **kwargs) if step is None else step(self)
+
+    def backbone(
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | dict[int | None, torch.Tensor] | None = None,
         cache: DynamicCache | None = None,
+        attend: Callable | None = None,
     ) -> DSparkOutput:
         """One pass of the backbone over the slots of a block, or of many blocks in training.
 
@@ -197,22 +207,19 @@ class DSparkDrafter(PreTrainedModel):
             context_hidden_states (`torch.Tensor` of shape `(batch, new, layers * hidden_size)`): target features of
                 tokens that the cache does not hold yet, concatenated in the order of `target_layer_ids`.
             position_ids (`torch.Tensor` of shape `(batch, new + queries)`): true positions, context first.
-            attention_mask (`torch.Tensor` of shape `(batch, 1, queries, keys)` or `dict`, *optional*): which of the
-                cached, new and block rows a query sees, True where it looks; a dict holds one mask a window, `None`
-                being the full layers'. Without a mask: all rows (within the window of sliding layers).
             cache (`DynamicCache`, *optional*): context rows of earlier calls; the new ones are added.
+            attend (`Callable`, *optional*): attention function in place of the configured one, called like those of
+                transformers; it decides which rows a query sees. By default a query sees all cached, new and block
+                rows (within the window of sliding layers).
 
         Returns:
             [`DSparkOutput`]: states after the final norm, `(batch, queries, hidden_size)`, and the cache.
         """
-        if attention_mask is not None and self.config._attn_implementation == "eager":
-            attention_mask = additive_mask(attention_mask, noise_embeds.dtype)
         context = self.hidden_norm(self.fc(context_hidden_states))
         cos_sin = self.rotary(position_ids, noise_embeds.dtype)
         hidden_states = noise_embeds
         for layer in self.layers:
-            mask = attention_mask[layer.window] if isinstance(attention_mask, dict) else attention_mask
-            hidden_states = layer(hidden_states, context, cos_sin, mask, cache)
+            hidden_states = layer(hidden_states, context, cos_sin, cache, attend)
         return DSparkOutput(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     @torch.no_grad()

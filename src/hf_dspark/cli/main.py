@@ -83,16 +83,25 @@ def measure(
 
 @app.command()
 def train(
-    responses: Annotated[Path, typer.Argument(help="JSONL of `prompt_ids` and the target's own `response_ids`.")],
     output: Annotated[
         Path, typer.Argument(help="Folder for checkpoints and the drafter; an interrupted run resumes.")
     ],
-    target: Annotated[Optional[str], typer.Option(help="Folder or Hub id; default: the bundled target.")] = None,
+    responses: Annotated[
+        Optional[Path], typer.Option(help="JSONL of `prompt_ids` and the target's own `response_ids`.")
+    ] = None,
     eval_responses: Annotated[
         Optional[Path], typer.Option(help="The same with the target's greedy answers to held-out prompts.")
     ] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 2,
-    block_size: Annotated[int, typer.Option(min=1, help="Draft tokens of a round.")] = 7,
+    preset: Annotated[
+        Optional[str],
+        typer.Option(help="smoke (a tiny target of its own, two minutes), smollm2 (the bundled drafter) or qwen3-4b."),
+    ] = None,
+    config_file: Annotated[
+        Optional[Path], typer.Option("--config", help="YAML or JSON with the settings below; options win over it.")
+    ] = None,
+    target: Annotated[Optional[str], typer.Option(help="Folder or Hub id; default: the bundled target.")] = None,
+    layers: Annotated[Optional[int], typer.Option(help="Layers of the drafter.")] = None,
+    block_size: Annotated[Optional[int], typer.Option(help="Draft tokens of a round.")] = None,
     target_layers: Annotated[
         Optional[str], typer.Option(help="Layers that feed the drafter, such as 1,8,15,22,28; default: five, spread.")
     ] = None,
@@ -101,36 +110,48 @@ def train(
         typer.Option(help="A token that never occurs in text; needed unless the target is the bundled one."),
     ] = None,
     markov_rank: Annotated[
-        int, typer.Option(min=0, help="0 trains DFlash: no sequential and no confidence head.")
-    ] = 64,
+        Optional[int], typer.Option(help="0 trains DFlash: no sequential and no confidence head.")
+    ] = None,
+    markov_head_type: Annotated[Optional[str], typer.Option(help="vanilla, gated or rnn.")] = None,
     draft_vocab_size: Annotated[
-        Optional[int], typer.Option(min=1, help="Most frequent tokens that can be drafted; default: all.")
+        Optional[int], typer.Option(help="Most frequent tokens that can be drafted; default: all.")
     ] = None,
     copy_layers: Annotated[
         Optional[str], typer.Option(help="Target layers to start from, one a drafter layer, such as 28,29.")
     ] = None,
-    max_steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 10_000,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 4,
-    anchors: Annotated[int, typer.Option(min=1, help="Blocks drawn from a sequence.")] = 32,
-    eval_steps: Annotated[int, typer.Option(min=1, help="Steps between evaluations and checkpoints.")] = 500,
-    seed: Annotated[int, typer.Option(help="Of weights, order and anchors.")] = 0,
+    online: Annotated[
+        Optional[bool], typer.Option("--online/--cached", help="Run the target in every step, or store its features.")
+    ] = None,
+    bits: Annotated[Optional[int], typer.Option(help="Of cached features: 16 or 8.")] = None,
+    max_length: Annotated[Optional[int], typer.Option(help="Tokens of a sample.")] = None,
+    max_steps: Annotated[Optional[int], typer.Option(help="Optimiser steps.")] = None,
+    learning_rate: Annotated[Optional[float], typer.Option(help="Peak learning rate.")] = None,
+    batch_size: Annotated[Optional[int], typer.Option(help="Sequences a step, on each device.")] = None,
+    anchors: Annotated[Optional[int], typer.Option(help="Blocks drawn from a sequence.")] = None,
+    eval_steps: Annotated[Optional[int], typer.Option(help="Steps between evaluations and checkpoints.")] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Of weights, order and anchors.")] = None,
 ) -> None:
-    """Train a drafter for a target: cache its features once, then optimise the DSpark objective."""
+    """Train a drafter for a target, on its own answers."""
     from .train import run
 
     run(
-        responses,
         output,
-        target=target,
+        responses=responses,
         eval_responses=eval_responses,
+        preset=preset,
+        config_file=config_file,
+        target=target,
         layers=layers,
         block_size=block_size,
         target_layers=target_layers,
         mask_token_id=mask_token_id,
         markov_rank=markov_rank,
+        markov_head_type=markov_head_type,
         draft_vocab_size=draft_vocab_size,
         copy_layers=copy_layers,
+        online=online,
+        bits=bits,
+        max_length=max_length,
         max_steps=max_steps,
         learning_rate=learning_rate,
         batch_size=batch_size,
@@ -138,6 +159,109 @@ def train(
         eval_steps=eval_steps,
         seed=seed,
     )
+
+
+data = typer.Typer(
+    help="Training data: answers of the target, prompts of its own, features on disk.", no_args_is_help=True
+)
+app.add_typer(data, name="data")
+
+
+@data.command()
+def regenerate(
+    prompts: Annotated[
+        str, typer.Argument(help="JSONL file with `turns` or `messages`, or a folder or Hub name for `datasets`.")
+    ],
+    output: Annotated[Path, typer.Argument(help="JSONL file to write; an interrupted run resumes.")],
+    split: Annotated[str, typer.Option(help="Of a dataset.")] = "train",
+    limit: Annotated[Optional[int], typer.Option(min=1, help="Prompts taken.")] = None,
+    target: Annotated[Optional[str], typer.Option(help="Folder or Hub id; default: the bundled target.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of each answer.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="auto (bundled target: bfloat16), bfloat16, float16 or float32.")
+    ] = "auto",
+    chat_template_kwargs: Annotated[
+        Optional[str], typer.Option(help="JSON object for the chat template, such as '{\"enable_thinking\": false}'.")
+    ] = None,
+) -> None:
+    """Let the target answer prompts: what `hf-dspark train` learns from."""
+    from .data import run_regenerate
+
+    run_regenerate(
+        prompts,
+        output,
+        split=split,
+        limit=limit,
+        target=target,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+
+
+@data.command()
+def synthesize(
+    output: Annotated[Path, typer.Argument(help="JSONL file to write; prompts go into OUTPUT.prompts.jsonl.")],
+    count: Annotated[int, typer.Option(min=1, help="Prompts to end with.")],
+    opening: Annotated[
+        Optional[list[str]], typer.Option(help="What prompts begin with, in rotation; can be given several times.")
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(min=1, help="Of a prompt, after its opening.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a prompt, after its opening.")] = 256,
+    target: Annotated[Optional[str], typer.Option(help="Folder or Hub id; default: the bundled target.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers; 0 is greedy decoding.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of each answer.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts written or answered together.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="auto (bundled target: bfloat16), bfloat16, float16 or float32.")
+    ] = "auto",
+    chat_template_kwargs: Annotated[
+        Optional[str], typer.Option(help="JSON object for the chat template, such as '{\"enable_thinking\": false}'.")
+    ] = None,
+) -> None:
+    """Let the target write prompts itself and answer them: no data set is needed."""
+    from .data import run_synthesize
+
+    run_synthesize(
+        output,
+        count=count,
+        openings=opening,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        target=target,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+
+
+@data.command()
+def cache(
+    responses: Annotated[Path, typer.Argument(help="JSONL of `prompt_ids` and the target's own `response_ids`.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write; an interrupted run resumes.")],
+    target_layers: Annotated[
+        Optional[str], typer.Option(help="Layers that feed the drafter, such as 1,8,15,22,28; default: five, spread.")
+    ] = None,
+    target: Annotated[Optional[str], typer.Option(help="Folder or Hub id; default: the bundled target.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (bundled target: bfloat16), bfloat16, float16 or float32.")
+    ] = "auto",
+    bits: Annotated[int, typer.Option(help="16 stores the target's dtype, 8 half as much.")] = 16,
+) -> None:
+    """Store the features of the target that training reads."""
+    from .data import run_cache
+
+    run_cache(responses, output, target_layers=target_layers, target=target, dtype=dtype, bits=bits)
 
 
 @app.command()
@@ -152,7 +276,7 @@ def main() -> None:
     """Runs the command line; a known mistake is one line on stderr and exit status 1, without a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         message = " ".join(line.strip() for line in str(error).splitlines())  # transformers' own span several lines
         typer.secho(f"hf-dspark: {message}", fg=typer.colors.RED, err=True)
         sys.exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from ..decoding.trace import Trace
+from ..evaluation.prompts import read_prompts
 from ..modeling_dspark import DSparkDrafter
 from .models import encode, load_pair
 
@@ -35,36 +35,6 @@ class Measured:
     prompts: int = 0
     speedups: list[float] = field(default_factory=list)
     identical: int = 0
-
-
-def read_prompts(path: Path, limit: int | None) -> list[list[dict[str, str]]]:
-    """Conversations of a JSONL file with `messages`, or `turns`, of which the first is asked.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a line has neither, or no line is left.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"Expected a JSONL file of prompts, got no file at {path}.")
-    conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["turns"][0]}]
-            if not all(isinstance(m["content"], str) and m["content"].strip() for m in messages) or not messages:
-                raise ValueError("no text")
-            if isinstance(row.get("turns"), str):
-                raise ValueError("turns is a string")
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"Expected an object with text in `turns` or `messages`, got {line[:60]!r} in line {number} of {path}."
-            ) from error
-        conversations.append(messages)
-    if not conversations:
-        raise ValueError(f"Expected at least one prompt, got none in {path}.")
-    return conversations[:limit]
 
 
 def run(

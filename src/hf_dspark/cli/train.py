@@ -3,129 +3,147 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from .._compat import CHECKPOINTING
 from ..configuration_dspark import DSparkConfig
 from ..loading import DEMO_TARGET, fingerprint, load_demo_target
 from ..modeling_dspark import DSparkDrafter, complete_files
 from ..training.cache import FeatureCache
-from ..training.data import TrainingSample, frequent_tokens, read_samples
+from ..training.data import TrainingSample, default_target_layers, frequent_tokens, read_samples
+from ..training.features import OnlineFeatures
 from ..training.initialise import copy_head_rows, copy_target_layers, fit_bigrams
+from ..training.recipe import Recipe, read_recipe, record
+from ..training.smoke import make_target, write_responses
 from ..training.trainer import DSparkTrainer, DSparkTrainingArguments
 
 DEMO_MASK_TOKEN = 16  # <empty_output>, a token of the code corpus that chat text never contains
 
 
 def run(
-    responses: Path,
     output: Path,
     *,
-    target: str | None,
+    responses: Path | None,
     eval_responses: Path | None,
-    layers: int,
-    block_size: int,
+    preset: str | None,
+    config_file: Path | None,
     target_layers: str | None,
-    mask_token_id: int | None,
-    markov_rank: int,
-    draft_vocab_size: int | None,
     copy_layers: str | None,
-    max_steps: int,
-    learning_rate: float,
-    batch_size: int,
-    anchors: int,
-    eval_steps: int,
-    seed: int,
+    **options: Any,
 ) -> None:
     """Trains; see `hf-dspark train --help`."""
     logging.set_verbosity_info()
-    if target is None:
-        model, tokenizer = load_demo_target(dtype=torch.bfloat16)
-        mask_token_id = DEMO_MASK_TOKEN if mask_token_id is None else mask_token_id
-    else:
-        with complete_files(target):
-            model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(target)
-    config = drafter_config(
-        model,
-        name=target or DEMO_TARGET,
-        layers=layers,
-        block_size=block_size,
-        target_layers=_numbers(target_layers, "--target-layers"),
-        mask_token_id=mask_token_id,
-        markov_rank=markov_rank,
-        draft_vocab_size=draft_vocab_size,
-    )
-    sources = _numbers(copy_layers, "--copy-layers")
-    if sources is not None and len(sources) != layers:
-        raise ValueError(f"Expected {layers} layers in --copy-layers, one a drafter layer, got {copy_layers}.")
+    options |= {
+        "target_layers": _numbers(target_layers, "--target-layers"),
+        "copy_layers": _numbers(copy_layers, "--copy-layers"),
+    }
+    if preset == "smoke":
+        output.mkdir(parents=True, exist_ok=True)
+        options |= {"target": str(output / "target"), "mask_token_id": make_target(output / "target")}
+        responses, eval_responses = output / "responses.jsonl", output / "held-out.jsonl"
+        write_responses(output / "target", responses, eval_responses)
+    recipe = read_recipe(preset, config_file, options)
+    if responses is None:
+        raise ValueError(
+            "Expected --responses with the target's own answers, got none. Make them with hf-dspark data regenerate or "
+            "hf-dspark data synthesize."
+        )
+    for path in (responses, eval_responses):
+        if path is not None and not path.is_file():
+            raise FileNotFoundError(f"Expected a JSONL file of prompt_ids and response_ids, got no file at {path}.")
+
+    model, tokenizer = _load_target(recipe)
+    config = drafter_config(model, recipe)
     vocab_size = model.config.get_text_config().vocab_size
-    samples = read_samples(responses, vocab_size=vocab_size)
-    held_out = None if eval_responses is None else read_samples(eval_responses, vocab_size=vocab_size)
+    samples = read_samples(responses, vocab_size=vocab_size, max_length=recipe.max_length)
+    held_out = None
+    if eval_responses is not None:
+        held_out = read_samples(eval_responses, vocab_size=vocab_size, max_length=recipe.max_length)
+    record(output, recipe, [path for path in (responses, eval_responses) if path is not None])
 
-    checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None
-    if checkpoint is not None:
-        _check_same(config, DSparkConfig.from_pretrained(checkpoint), output)
-
-    set_seed(seed)
+    set_seed(recipe.seed)
     drafter = DSparkDrafter(config)
-    initialise(drafter, model, samples, sources)
-    template, ids = tokenizer.chat_template, list(config.target_layer_ids)
-    cache = FeatureCache.build(model, samples, output / "features", layer_ids=ids, chat_template=template)
-    eval_cache = None
-    if held_out is not None:
-        where = output / "eval-features"
-        eval_cache = FeatureCache.build(model, held_out, where, layer_ids=ids, chat_template=template)
+    initialise(drafter, model, samples, recipe.copy_layers)
     drafter.bind(model)
-    evaluating = "no" if eval_cache is None else "steps"
-    arguments = DSparkTrainingArguments(
+
+    def features(rows: list[TrainingSample], folder: str) -> FeatureCache | OnlineFeatures:
+        shared = {"layer_ids": list(config.target_layer_ids), "chat_template": tokenizer.chat_template}
+        if recipe.online:
+            return OnlineFeatures(model, rows, **shared)
+        return FeatureCache.build(model, rows, output / folder, bits=recipe.bits, **shared)
+
+    trainer = DSparkTrainer(
+        drafter,
+        _arguments(output, recipe, evaluated=held_out is not None),
+        features(samples, "features"),
+        eval_data=None if held_out is None else features(held_out, "eval-features"),
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)))
+    drafter.to(torch.bfloat16)
+    if trainer.args.should_save:
+        drafter.save_pretrained(output / "drafter")
+        print(f"saved {output / 'drafter'}: use it with {_use(output, recipe)}")
+
+
+def _use(output: Path, recipe: Recipe) -> str:
+    target = "" if recipe.target is None else f" --target {recipe.target}"
+    return f'hf-dspark generate "..." --drafter {output / "drafter"}{target}'
+
+
+def _load_target(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if recipe.target is None:
+        return load_demo_target(dtype=torch.bfloat16)
+    with complete_files(recipe.target):
+        model = AutoModelForCausalLM.from_pretrained(recipe.target, dtype="auto")
+    return model, AutoTokenizer.from_pretrained(recipe.target)
+
+
+def _arguments(output: Path, recipe: Recipe, *, evaluated: bool) -> DSparkTrainingArguments:
+    steps = recipe.max_steps
+    return DSparkTrainingArguments(
         output_dir=str(output),
-        max_steps=max_steps,
-        learning_rate=learning_rate,
+        max_steps=steps,
+        learning_rate=recipe.learning_rate,
         lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": max(1, max_steps // 4)},
-        warmup_steps=min(200, max_steps // 10),
-        per_device_train_batch_size=batch_size,
-        anchors_per_sample=anchors,
-        ce_weight=0.0,
-        kl_weight=0.1,
-        likelihood_first=0.6,
-        confidence_weight=0.3,
+        lr_scheduler_kwargs={"num_decay_steps": max(1, round(steps * recipe.decay_share))},
+        warmup_steps=min(200, steps // 10),
+        per_device_train_batch_size=recipe.batch_size,
+        anchors_per_sample=recipe.anchors,
+        ce_weight=recipe.ce_weight,
+        kl_weight=recipe.kl_weight,
+        tv_weight=recipe.tv_weight,
+        confidence_weight=recipe.confidence_weight,
+        loss_decay=recipe.loss_decay,
+        likelihood_first=recipe.likelihood_first,
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
-        logging_steps=50,
-        eval_strategy=evaluating,
-        eval_steps=eval_steps,
-        save_steps=eval_steps,
+        torch_compile=recipe.torch_compile,
+        **{CHECKPOINTING: recipe.gradient_checkpointing},
+        logging_steps=min(50, recipe.eval_steps),
+        eval_strategy="steps" if evaluated else "no",
+        eval_steps=recipe.eval_steps,
+        save_steps=recipe.eval_steps,
         save_total_limit=2,
-        load_best_model_at_end=eval_cache is not None,
+        load_best_model_at_end=evaluated,
         metric_for_best_model="eval_accepted_length",
         greater_is_better=True,
         weight_decay=0.01,
         optim="adamw_torch_fused",
+        dataloader_pin_memory=False,
         report_to="none",
-        seed=seed,
+        seed=recipe.seed,
     )
-    trainer = DSparkTrainer(drafter, arguments, cache, eval_cache=eval_cache)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    drafter.to(torch.bfloat16).save_pretrained(output / "drafter")
-    print(f"saved {output / 'drafter'}: use it with hf-dspark generate --drafter {output / 'drafter'}")
-
-
-def _check_same(config: DSparkConfig, saved: DSparkConfig, output: Path) -> None:
-    """A run resumes only with the drafter it began with."""
-    ours, theirs = config.to_dict(), saved.to_dict()
-    ignored = {"architectures", "dtype", "transformers_version"}
-    changed = sorted(key for key in ours if key not in ignored and ours[key] != theirs.get(key))
-    if changed:
-        described = ", ".join(f"{key} {theirs.get(key)!r} (now {ours[key]!r})" for key in changed)
-        raise ValueError(
-            f"Expected the settings of the run in {output}, which has {described}. Give another folder, or the same "
-            "options to resume."
-        )
 
 
 def _numbers(text: str | None, option: str) -> list[int] | None:
@@ -137,32 +155,15 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
         raise ValueError(f"Expected layer numbers such as 1,8,15 in {option}, got {text!r}.") from error
 
 
-def drafter_config(
-    target: PreTrainedModel,
-    *,
-    name: str,
-    layers: int,
-    block_size: int,
-    target_layers: list[int] | None,
-    mask_token_id: int | None,
-    markov_rank: int,
-    draft_vocab_size: int | None,
-) -> DSparkConfig:
-    """A drafter shaped like its target: width, heads, MLP, rotary base and special tokens are the target's.
-
-    Without `target_layers`, five layers are spread from the second to the last but one (paper's recipe).
-    """
+def drafter_config(target: PreTrainedModel, recipe: Recipe) -> DSparkConfig:
+    """A drafter shaped like its target: width, heads, MLP, rotary base and special tokens are the target's."""
     text = target.config.get_text_config()
-    depth = text.num_hidden_layers
-    if target_layers is None:
-        last, count = depth - 2, min(5, depth - 1)
-        target_layers = sorted({round(1 + index * (last - 1) / max(1, count - 1)) for index in range(count)})
-    heads = markov_rank > 0
+    heads, demo = recipe.markov_rank > 0, recipe.target is None
     return DSparkConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
-        num_hidden_layers=layers,
+        num_hidden_layers=recipe.layers,
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=text.num_key_value_heads,
         head_dim=getattr(text, "head_dim", None),
@@ -170,15 +171,17 @@ def drafter_config(
         max_position_embeddings=text.max_position_embeddings,
         rms_norm_eps=text.rms_norm_eps,
         rope_parameters=dict(text.rope_parameters),
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        target_layer_ids=target_layers,
-        num_target_layers=depth,
-        markov_rank=markov_rank,
+        block_size=recipe.block_size,
+        mask_token_id=DEMO_MASK_TOKEN if demo and recipe.mask_token_id is None else recipe.mask_token_id,
+        target_layer_ids=recipe.target_layers or default_target_layers(text.num_hidden_layers),
+        num_target_layers=text.num_hidden_layers,
+        markov_rank=recipe.markov_rank,
+        markov_head_type=recipe.markov_head_type,
         enable_confidence_head=heads,
         confidence_head_with_markov=heads,
-        draft_vocab_size=draft_vocab_size,
-        target_name_or_path=name,
+        draft_vocab_size=recipe.draft_vocab_size,
+        target_name_or_path=recipe.target or DEMO_TARGET,
+        target_revision=getattr(target.config, "_commit_hash", None),
         target_fingerprint=fingerprint(target),
         bos_token_id=text.bos_token_id,
         eos_token_id=text.eos_token_id,

@@ -33,44 +33,39 @@ def sample_anchors(loss_mask: torch.Tensor, count: int, generator: torch.Generat
     return candidates[chosen].sort().values
 
 
-def supervised_slots(loss_mask: torch.Tensor, anchors: torch.Tensor, keep: torch.Tensor, gamma: int) -> torch.Tensor:
+def supervised_slots(loss_mask: torch.Tensor, anchors: torch.Tensor, ends: torch.Tensor, gamma: int) -> torch.Tensor:
     """Which slots of which blocks count: those before the first label outside the response.
 
     Args:
-        loss_mask (`torch.Tensor` of shape `(batch, length)`): True on response tokens, False on padding.
-        anchors (`torch.Tensor` of shape `(batch, blocks)`): anchor positions.
-        keep (`torch.Tensor` of shape `(batch, blocks)`): False for blocks that only fill the batch.
+        loss_mask (`torch.Tensor` of shape `(rows,)`): True on response tokens, of sequences laid end to end.
+        anchors (`torch.Tensor` of shape `(blocks,)`): anchor rows.
+        ends (`torch.Tensor` of shape `(blocks,)`): the row after the last one of each anchor's sequence.
         gamma (`int`): slots of a block.
 
     Returns:
-        `torch.Tensor` of shape `(batch, blocks, gamma)`, bool.
+        `torch.Tensor` of shape `(blocks, gamma)`, bool.
     """
-    length = loss_mask.shape[1]
-    labels = anchors[..., None] + torch.arange(1, gamma + 1, device=anchors.device)
-    inside = labels < length
-    rows = torch.arange(len(loss_mask), device=anchors.device)[:, None, None]
-    valid = inside & loss_mask[rows, labels.clamp(max=length - 1)] & keep[..., None]
+    labels = anchors[:, None] + torch.arange(1, gamma + 1, device=anchors.device)
+    valid = (labels < ends[:, None]) & loss_mask[labels.clamp(max=len(loss_mask) - 1)]
     return valid.cumprod(dim=-1).bool()
 
 
 def block_mask(anchors: torch.Tensor, length: int, gamma: int, window: int | None = None) -> torch.Tensor:
-    """Attention mask of all blocks of a batch against the context and against each other.
+    """Attention mask of the blocks of one sequence against its context and against each other.
 
     Args:
-        anchors (`torch.Tensor` of shape `(batch, blocks)`): anchor positions.
+        anchors (`torch.Tensor` of shape `(blocks,)`): anchor positions in the sequence.
         length (`int`): context rows.
         gamma (`int`): slots of a block.
         window (`int`, *optional*): sliding window in tokens; every slot then sees the `window` rows before its anchor.
 
     Returns:
-        `torch.Tensor` of shape `(batch, 1, blocks * gamma, length + blocks * gamma)`, bool, True where a query looks.
+        `torch.Tensor` of shape `(blocks * gamma, length + blocks * gamma)`, bool, True where a query looks.
     """
-    batch, blocks = anchors.shape
-    starts = anchors.repeat_interleave(gamma, dim=1)[..., None]  # [batch, queries, 1]
+    starts = anchors.repeat_interleave(gamma)[:, None]  # [queries, 1]
     rows = torch.arange(length, device=anchors.device)
     context = rows < starts
     if window is not None:
         context = context & (rows >= starts - window)
-    owner = torch.arange(blocks, device=anchors.device).repeat_interleave(gamma)
-    own = (owner[:, None] == owner).expand(batch, -1, -1)
-    return torch.cat([context, own], dim=-1)[:, None]
+    owner = torch.arange(len(anchors), device=anchors.device).repeat_interleave(gamma)
+    return torch.cat([context, owner[:, None] == owner], dim=-1)

@@ -1,8 +1,8 @@
 """The teacher-forced forward of many blocks at once: the training twin of `DSparkDrafter.propose`.
 
 One pass of the backbone covers all blocks of a batch of sequences: the sequences' target features are the context,
-the blocks' slots are the queries, and `block_mask` keeps every block to its own past. Slot k of the sequential head
-is fed the true token before it.
+the blocks' slots are the queries, and `PackedAttention` keeps every block to its own past. Slot k of the sequential
+head is fed the true token before it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from ..modeling_dspark import DSparkDrafter
-from .anchors import block_mask, supervised_slots
+from .anchors import supervised_slots
+from .packing import PackedAttention
 
 
 @dataclass
 class TeacherForced:
-    """Outputs of [`teacher_forced`] for the N supervised slots of B sequences with K blocks each.
+    """Outputs of [`teacher_forced`] for the N supervised slots of K blocks.
 
     Attributes:
-        supervised (`torch.Tensor` of shape `(B, K, gamma)`, bool): which slots these are, N of them in this order.
+        supervised (`torch.Tensor` of shape `(K, gamma)`, bool): which slots these are, N of them in this order.
         slots (`torch.Tensor` of shape `(N,)`): index of each slot in its block.
         hidden (`torch.Tensor` of shape `(N, hidden_size)`): backbone outputs.
         latent (`torch.Tensor` of shape `(N, rank)`, *optional*): of the sequential head.
@@ -45,47 +46,49 @@ def teacher_forced(
     *,
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
+    lengths: torch.Tensor,
     features: torch.Tensor,
     last_hidden: torch.Tensor,
     logsumexp: torch.Tensor | None,
     anchors: torch.Tensor,
-    keep: torch.Tensor,
+    detach_confidence: bool = False,
 ) -> TeacherForced:
-    """Runs the drafter on the blocks of a batch.
+    """Runs the drafter on the blocks of S sequences that lie end to end, T rows in all.
 
     Args:
         drafter ([`DSparkDrafter`]): bound to its target, or with its own embedding.
-        input_ids (`torch.Tensor` of shape `(B, length)`): token ids.
-        loss_mask (`torch.Tensor` of shape `(B, length)`): True on response tokens.
-        features (`torch.Tensor` of shape `(B, length, layers * hidden_size)`): target features.
-        last_hidden (`torch.Tensor` of shape `(B, length, hidden_size)`): the target's final normalised states.
-        logsumexp (`torch.Tensor` of shape `(B, length)`, *optional*): log-sum-exp of the target's logits over its
+        input_ids (`torch.Tensor` of shape `(T,)`): token ids.
+        loss_mask (`torch.Tensor` of shape `(T,)`): True on response tokens.
+        lengths (`torch.Tensor` of shape `(S,)`): rows of each sequence.
+        features (`torch.Tensor` of shape `(T, layers * hidden_size)`): target features.
+        last_hidden (`torch.Tensor` of shape `(T, hidden_size)`): the target's final normalised states.
+        logsumexp (`torch.Tensor` of shape `(T,)`, *optional*): log-sum-exp of the target's logits over its
             vocabulary; needed with a reduced draft vocabulary.
-        anchors (`torch.Tensor` of shape `(B, K)`): anchor positions.
-        keep (`torch.Tensor` of shape `(B, K)`): False for blocks that only fill the batch.
+        anchors (`torch.Tensor` of shape `(K,)`): anchor rows, ascending.
+        detach_confidence (`bool`): keep the confidence loss from training the backbone and the Markov embedding.
 
     Returns:
         [`TeacherForced`].
     """
-    config = drafter.config
-    gamma, length = config.block_size, input_ids.shape[1]
-    batch, blocks = anchors.shape
-    rows = torch.arange(batch, device=anchors.device)[:, None, None]
-    slots = anchors[..., None] + torch.arange(gamma, device=anchors.device)  # [B, K, gamma]: positions of the slots
-    inside = slots.clamp(max=length - 1)
-    labels = input_ids[rows, (slots + 1).clamp(max=length - 1)]
-    before = input_ids[rows, inside]  # the token before each label: the anchor, then the labels before
+    config, device = drafter.config, anchors.device
+    gamma, rows = config.block_size, len(input_ids)
+    ends = lengths.cumsum(0)
+    owners = torch.searchsorted(ends, anchors, right=True)
+    slots = anchors[:, None] + torch.arange(gamma, device=device)  # [K, gamma]: rows of the slots
+    before = input_ids[slots.clamp(max=rows - 1)]  # the token before each label: the anchor, then the labels before
+    labels = input_ids[(slots + 1).clamp(max=rows - 1)]
 
     noise = torch.full_like(before, config.mask_token_id)
-    noise[..., 0] = before[..., 0]
-    windows = {layer.window for layer in drafter.layers}
-    context_positions = torch.arange(length, device=anchors.device).expand(batch, -1)
-    hidden = drafter(
-        noise_embeds=drafter.embed(noise.flatten(1)),
-        context_hidden_states=features.to(drafter.dtype),
-        position_ids=torch.cat([context_positions, slots.flatten(1)], dim=1),
-        attention_mask={window: block_mask(anchors, length, gamma, window) for window in windows},
-    ).last_hidden_state.view(batch, blocks, gamma, -1)
+    noise[:, 0] = before[:, 0]
+    starts = ends - lengths
+    row_positions = torch.arange(rows, device=device) - starts.repeat_interleave(lengths)
+    slot_positions = (slots - starts[owners, None]).flatten()
+    hidden = drafter.backbone(
+        noise_embeds=drafter.embed(noise.flatten()[None]),
+        context_hidden_states=features[None].to(drafter.dtype),
+        position_ids=torch.cat([row_positions, slot_positions])[None],
+        attend=PackedAttention(lengths.tolist(), anchors, owners, gamma),
+    ).last_hidden_state.view(len(anchors), gamma, -1)
 
     latent = embedding = None
     if drafter.markov_head is not None:
@@ -93,20 +96,20 @@ def teacher_forced(
         latent = drafter.markov_head.teacher_forced(embedding, hidden)
 
     # The vocabulary is by far the widest axis: heads and losses see supervised slots only.
-    supervised = supervised_slots(loss_mask, anchors, keep, gamma)
+    supervised = supervised_slots(loss_mask, anchors, ends[owners], gamma)
     hidden = hidden[supervised]
     confidence_logits = None
     if drafter.confidence_head is not None:
-        confidence_logits = drafter.confidence_head(hidden, None if embedding is None else embedding[supervised])
+        seen = [hidden, None if embedding is None else embedding[supervised]]
+        if detach_confidence:
+            seen = [x if x is None else x.detach() for x in seen]
+        confidence_logits = drafter.confidence_head(*seen)
     labels = labels[supervised]
     if config.draft_vocab_size is not None:
         draft_ids = labels.new_full((config.vocab_size,), -1)
-        draft_ids[drafter.draft_token_ids] = torch.arange(config.draft_vocab_size, device=labels.device)
+        draft_ids[drafter.draft_token_ids] = torch.arange(config.draft_vocab_size, device=device)
         labels = draft_ids[labels]
-    sources = (
-        rows.expand_as(slots)[supervised],
-        slots[supervised],
-    )  # the target predicts a label from the row before it
+    sources = slots[supervised]  # the target predicts a label from the row before it
     return TeacherForced(
         supervised=supervised,
         slots=supervised.nonzero()[:, -1],

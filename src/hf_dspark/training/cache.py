@@ -1,11 +1,11 @@
 """Target features on disk: what training reads instead of running the target again at every step.
 
 A cache is a folder of safetensors shards and one ``manifest.json``. A shard holds, for a run of samples laid end to
-end: token ids, the concatenated outputs of the chosen target layers, the target's final normalised hidden state
-(its logits are the head applied to it, paper section on training) and the log-sum-exp of those logits over the
-*full* vocabulary. With that one number per row, target probabilities over a reduced draft vocabulary are exact
-without computing the other logits. The manifest is written after each finished shard, so an interrupted build
-resumes at the first missing one.
+end, the rows of `hf_dspark.training.features`. The manifest is written after each finished shard, so an interrupted
+build resumes at the first missing one.
+
+With ``bits=8`` the features of each layer and the final states are stored as whole numbers -127 ... 127 times one
+float32 scale a row, its largest magnitude / 127: half the disk, at a rounding error of up to half a scale.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..features_dspark import TargetFeatures
-from ..loading import fingerprint
 from .data import TrainingSample
+from .features import check_head, describe, target_rows
 
 logger = logging.get_logger(__name__)
 
@@ -62,7 +60,7 @@ class FeatureCache:
 
     Raises:
         FileNotFoundError: if the folder has no manifest.
-        ValueError: if the build was interrupted: run it again, it resumes.
+        ValueError: if the build was interrupted (run it again, it resumes), or a file is damaged or gone.
     """
 
     def __init__(self, directory: str | Path):
@@ -71,18 +69,29 @@ class FeatureCache:
             raise FileNotFoundError(
                 f"Expected {MANIFEST} in {self.directory}, got none. Build the cache with FeatureCache.build first."
             )
-        self.manifest = json.loads((self.directory / MANIFEST).read_text())
+        self.manifest = _read_manifest(self.directory / MANIFEST)
         if not self.manifest["complete"]:
             raise ValueError(
                 f"Expected a complete feature cache, got {len(self.manifest['shards'])} finished shards in "
                 f"{self.directory}. Run the same build again: it goes on where it stopped."
             )
-        self._spans = [
-            (shard["file"], start, stop, response_start)
-            for shard in self.manifest["shards"]
-            for start, stop, response_start in shard["spans"]
-        ]
         self._files: dict[str, Any] = {}
+        self._spans = []
+        for shard in self.manifest["shards"]:
+            self._open(shard["file"])  # a damaged shard is found now, not after hours of training
+            self._spans += [(shard["file"], *span) for span in shard["spans"]]
+        self._dtype = getattr(torch, self.manifest["dtype"])
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self.directory / name, framework="pt")
+            except (SafetensorError, FileNotFoundError) as error:
+                raise ValueError(
+                    f"Expected the shard {name} in {self.directory}, got a damaged or missing file ({error}). "
+                    "Delete the folder and build the cache again."
+                ) from error
+        return self._files[name]
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -98,16 +107,21 @@ class FeatureCache:
             `(length, layers * hidden)`, `last_hidden` `(length, hidden)`, `logsumexp` `(length,)`.
         """
         name, start, stop, response_start = self._spans[index]
-        if name not in self._files:
-            self._files[name] = safe_open(self.directory / name, framework="pt")
-        file = self._files[name]
-        row = {key: file.get_slice(key)[start:stop] for key in ("input_ids", "features", "last_hidden", "logsumexp")}
-        row["input_ids"] = row["input_ids"].long()
+        file = self._open(name)
+
+        def read(key: str) -> torch.Tensor:
+            return file.get_slice(key)[start:stop]
+
+        row = {"input_ids": read("input_ids").long(), "logsumexp": read("logsumexp")}
+        for key in ("features", "last_hidden"):
+            stored = read(key)
+            if self.manifest["bits"] == 8:
+                stored = _dequantise(stored, read(f"{key}_scale"), self._dtype)
+            row[key] = stored
         row["loss_mask"] = torch.arange(stop - start) >= response_start
         return row
 
     @classmethod
-    @torch.no_grad()
     def build(
         cls,
         target: PreTrainedModel,
@@ -115,6 +129,7 @@ class FeatureCache:
         directory: str | Path,
         *,
         layer_ids: list[int],
+        bits: int = 16,
         samples_per_shard: int = 256,
         tokens_per_batch: int = 4096,
         chat_template: str | None = None,
@@ -126,6 +141,7 @@ class FeatureCache:
             samples (`list[TrainingSample]`): prompts with the target's own responses.
             directory (`str` or `Path`): where to write.
             layer_ids (`list[int]`): the drafter's `target_layer_ids`.
+            bits (`int`): 16 stores the target's dtype as it is, 8 whole numbers with a scale for each row and layer.
             samples_per_shard (`int`): samples a shard file holds.
             tokens_per_batch (`int`): padded tokens in one target forward.
             chat_template (`str`, *optional*): the template of the prompts; its hash goes into the manifest.
@@ -138,24 +154,20 @@ class FeatureCache:
                 changes its head's output (softcap, scaling).
             OSError: if the disk cannot hold the cache, before anything is computed.
         """
+        if bits not in (8, 16):
+            raise ValueError(f"Expected bits to be 8 or 16, got {bits}. 16 keeps the target's dtype.")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        text_config = target.config.get_text_config()
         described = {
-            "target": target.config._name_or_path,
-            "target_fingerprint": fingerprint(target),
-            "hidden_size": text_config.hidden_size,
-            "vocab_size": text_config.vocab_size,
-            "layer_ids": list(layer_ids),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "chat_template_sha256": hashlib.sha256((chat_template or "").encode()).hexdigest()[:16],
+            **describe(target, layer_ids, chat_template),
+            "bits": bits,
             "samples": len(samples),
             "samples_sha256": _digest(samples),
         }
         manifest = {**described, "shards": [], "complete": False}
         path = directory / MANIFEST
         if path.is_file():
-            manifest = json.loads(path.read_text())
+            manifest = _read_manifest(path)
             for key, value in described.items():
                 if manifest.get(key) != value:
                     raise ValueError(
@@ -164,26 +176,25 @@ class FeatureCache:
                     )
         done = len(manifest["shards"]) * samples_per_shard
         tokens = sum(len(sample.input_ids) for sample in samples[done:])
-        row_bytes = (len(layer_ids) + 1) * text_config.hidden_size * target.dtype.itemsize + 8
+        parts, width = len(layer_ids) + 1, described["hidden_size"]
+        row_bytes = parts * (width + 4 if bits == 8 else width * target.dtype.itemsize) + 8
         needed = tokens * row_bytes
         free = shutil.disk_usage(directory).free
         if needed > free:
             raise OSError(
                 f"Expected {needed / 1e9:.1f} GB free for the features of {tokens:,} tokens in {directory}, "
-                f"got {free / 1e9:.1f} GB. Use fewer samples, fewer layers or another disk."
+                f"got {free / 1e9:.1f} GB. Use fewer samples, fewer layers, bits=8 or another disk."
             )
         if needed:
             logger.info(
                 f"Feature cache: {needed / 1e9:.2f} GB for {tokens:,} tokens ({row_bytes / 1e3:.1f} GB a million)."
             )
-
-        if needed:
-            _check_head(target, samples[done])
+            check_head(target, samples[done])
         shards = range(done, len(samples), samples_per_shard)
         for start in logging.tqdm(shards, desc="target features", unit="shard", disable=not len(shards)):
             shard = samples[start : start + samples_per_shard]
             name = f"shard-{start // samples_per_shard:05d}.safetensors"
-            tensors, spans = _shard(target, shard, layer_ids, tokens_per_batch)
+            tensors, spans = _shard(target, shard, layer_ids, bits, tokens_per_batch)
             temporary = directory / f"{name}.tmp"
             save_file(tensors, temporary)
             temporary.replace(directory / name)
@@ -195,41 +206,43 @@ class FeatureCache:
         return cls(directory)
 
 
-def _check_head(target: PreTrainedModel, sample: TrainingSample) -> None:
-    """Training takes the target's logits to be its head applied to its final state; some models do more."""
-    ids = torch.tensor([sample.input_ids[:32]], device=target.device)
-    hidden = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    ours, theirs = target.get_output_embeddings()(hidden).float(), target(ids, use_cache=False).logits.float()
-    error = (ours - theirs).abs().max().item()
-    if error > 1e-2 * theirs.abs().max().item():
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text())
+        manifest["shards"], manifest["complete"], manifest["bits"]
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"Expected a target whose logits are its head's output, got a difference of {error:.3g} from "
-            f"{type(target).__name__}, which scales or caps them. Training for such a target is not supported."
-        )
+            f"Expected the manifest of a feature cache in {path}, got {error!r}. Delete the folder and build it again."
+        ) from error
+    return manifest
 
 
 def _shard(
-    target: PreTrainedModel, samples: list[TrainingSample], layer_ids: list[int], tokens_per_batch: int
+    target: PreTrainedModel, samples: list[TrainingSample], layer_ids: list[int], bits: int, tokens_per_batch: int
 ) -> tuple[dict[str, torch.Tensor], list[tuple[int, int, int]]]:
     samples = sorted(samples, key=lambda sample: len(sample.input_ids))  # like lengths together: little padding
-    head = target.get_output_embeddings()
-    rows: dict[str, list[torch.Tensor]] = {"input_ids": [], "features": [], "last_hidden": [], "logsumexp": []}
+    stored: dict[str, list[torch.Tensor]] = {}
     spans, position = [], 0
-    with TargetFeatures(target, layer_ids) as captured:
-        for batch in _batches(samples, tokens_per_batch):
-            ids = [torch.tensor(samples[index].input_ids) for index in batch]
-            padded = pad_sequence(ids, batch_first=True).to(target.device)
-            # Right padding after causal attention changes no real row, so no mask is needed.
-            hidden = target.get_decoder()(input_ids=padded, use_cache=False).last_hidden_state
-            features = captured.take()
-            for row, index in enumerate(batch):
-                length = len(ids[row])
-                last = hidden[row, :length]
-                lse = torch.cat([head(part).float().logsumexp(-1) for part in last.split(256)])
-                rows["input_ids"].append(ids[row].int())
-                rows["features"].append(features[row, :length].cpu())
-                rows["last_hidden"].append(last.cpu())
-                rows["logsumexp"].append(lse.cpu())
-                spans.append((position, position + length, samples[index].response_start))
-                position += length
-    return {key: torch.cat(value).contiguous() for key, value in rows.items()}, spans
+    for batch in _batches(samples, tokens_per_batch):
+        for index, row in zip(batch, target_rows(target, layer_ids, [samples[i] for i in batch]), strict=True):
+            row["input_ids"] = row["input_ids"].int()
+            if bits == 8:
+                for key, parts in (("features", len(layer_ids)), ("last_hidden", 1)):
+                    row[key], row[f"{key}_scale"] = _quantise(row[key], parts)
+            for key, value in row.items():
+                stored.setdefault(key, []).append(value)
+            spans.append((position, position + len(row["input_ids"]), samples[index].response_start))
+            position += len(row["input_ids"])
+    return {key: torch.cat(value).contiguous() for key, value in stored.items()}, spans
+
+
+def _quantise(rows: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `(n, parts * width)` as int8, and their scales `(n, parts)` in float32."""
+    split = rows.float().unflatten(-1, (parts, -1))
+    scale = split.abs().amax(dim=-1) / 127
+    return (split / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8).flatten(-2), scale
+
+
+def _dequantise(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    split = stored.float().unflatten(-1, (scale.shape[-1], -1))
+    return (split * scale[..., None]).flatten(-2).to(dtype)

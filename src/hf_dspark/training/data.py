@@ -91,3 +91,16 @@ def frequent_tokens(samples: Iterable[TrainingSample], size: int, *, vocab_size:
     counts = Counter(token for sample in samples for token in sample.input_ids[sample.response_start :])
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return sorted(ranked[:size])
+
+
+def default_target_layers(depth: int) -> list[int]:
+    """Layers that feed a drafter unless others are named: five, spread from the second to the last but one (paper).
+
+    Args:
+        depth (`int`): layers of the target.
+
+    Returns:
+        `list[int]`: up to five layer numbers in ascending order.
+    """
+    first, last, count = min(1, depth - 2), depth - 2, min(5, depth - 1)
+    return sorted({round(first + index * (last - first) / max(1, count - 1)) for index in range(count)})

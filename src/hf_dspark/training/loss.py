@@ -21,6 +21,7 @@ s = sign(q - p) and P = sum_x p(x), the gradients with respect to the logits are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -55,11 +56,13 @@ class LossTerms:
         sums (`dict[str, torch.Tensor]`): weighted sums of "ce", "kl", "tv" and "confidence", detached.
         weights (`dict[str, torch.Tensor]`): the sums of their weights.
         acceptance (`torch.Tensor` of shape `(gamma,)`): sum of acceptance rates c* by slot, unweighted.
+        bias (`torch.Tensor` of shape `(gamma,)`): sum of c_1 ... c_k - c*_1 ... c*_k by slot; zero without a head.
         slots (`torch.Tensor` of shape `(gamma,)`): supervised slots.
     """
 
     loss: torch.Tensor
     acceptance: torch.Tensor
+    bias: torch.Tensor
     slots: torch.Tensor
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -70,37 +73,40 @@ class LossTerms:
 
 
 class _VocabularyTerms(torch.autograd.Function):
-    """w_ce CE + w_kl KL + w_tv TV of all rows, chunk by chunk; `scale` holds each row's three factors."""
+    """w_ce CE + w_kl KL + w_tv TV of all rows, chunk by chunk; `scale` holds each row's three factors.
+
+    `weights` are the trained weights between `latent` and the logits: those of W2, or of adapters on it.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, latent, markov_w2, drafter, blocks, scale, chunk_rows):
+    def forward(ctx, drafter, blocks, scale, chunk_rows, hidden, latent, *weights):
         rows = torch.empty(len(hidden), 3, device=hidden.device)
-        gradients = [None if x is None else torch.zeros_like(x) for x in (hidden, latent, markov_w2)]
+        inputs = [x for x in (hidden, latent) if x is not None]
+        row_slopes, weight_slopes = [torch.zeros_like(x) for x in inputs], [torch.zeros_like(w) for w in weights]
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
-            leaves = [x if x is None else x[part].detach().requires_grad_() for x in (hidden, latent)]
+            leaves = [x[part].detach().requires_grad_() for x in inputs]
             with torch.enable_grad():
-                logits = draft_logits(drafter, *leaves)
+                logits = draft_logits(drafter, leaves[0], leaves[1] if latent is not None else None)
             logsumexp = None if blocks.logsumexp is None else blocks.logsumexp[part]
             p = target_probabilities(drafter, blocks.target_hidden[part], logsumexp)
-            values, slope = _rows_and_slopes(logits.detach(), p, blocks.labels[part], scale[part])
-            rows[part] = values
-            inputs = [x for x in (*leaves, markov_w2) if x is not None]
-            found = iter(torch.autograd.grad(logits, inputs, slope))
-            for index, leaf in enumerate((*leaves, markov_w2)):
-                if leaf is not None and index < 2:
-                    gradients[index][part] = next(found)
-                elif leaf is not None:
-                    gradients[index] += next(found)
-        ctx.save_for_backward(*[g for g in gradients if g is not None])
-        ctx.present = [g is not None for g in gradients]
+            rows[part], slope = _rows_and_slopes(logits.detach(), p, blocks.labels[part], scale[part])
+            found = torch.autograd.grad(logits, [*leaves, *weights], slope)
+            for whole, one in zip(row_slopes, found, strict=False):
+                whole[part] = one
+            for total, one in zip(weight_slopes, found[len(leaves) :], strict=True):
+                total += one
+        ctx.save_for_backward(*row_slopes, *weight_slopes)
+        ctx.has_latent = latent is not None
         ctx.mark_non_differentiable(rows)
         return (rows * scale).sum(), rows
 
     @staticmethod
     def backward(ctx, upstream, _):
-        saved = iter(ctx.saved_tensors)
-        return *(next(saved) * upstream if there else None for there in ctx.present), None, None, None, None
+        slopes = [slope * upstream for slope in ctx.saved_tensors]
+        if not ctx.has_latent:
+            slopes.insert(1, None)
+        return None, None, None, None, *slopes
 
 
 def _rows_and_slopes(
@@ -126,7 +132,12 @@ def _rows_and_slopes(
 
 
 def objective(
-    drafter: DSparkDrafter, blocks: TeacherForced, weights: LossWeights, *, chunk_rows: int = 64
+    drafter: DSparkDrafter,
+    blocks: TeacherForced,
+    weights: LossWeights,
+    *,
+    chunk_rows: int = 64,
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> LossTerms:
     """The training objective of a batch of blocks.
 
@@ -135,6 +146,8 @@ def objective(
         blocks ([`TeacherForced`]): its outputs on N supervised slots.
         weights ([`LossWeights`]): of the terms and slots.
         chunk_rows (`int`): slots whose logits exist at the same time.
+        total (`Callable`, *optional*): sums a tensor over ranks, for the denominators; the losses of all ranks then
+            add up to that of the whole batch.
 
     Returns:
         [`LossTerms`]: without any slot, sums, weights and loss are zero, never NaN.
@@ -142,7 +155,8 @@ def objective(
     gamma = blocks.supervised.shape[-1]
     weight = torch.exp(-blocks.slots / weights.decay)
     known = weight * (blocks.labels >= 0)
-    normaliser, known_normaliser = weight.sum() + 1e-6, known.sum() + 1e-6
+    normalisers = torch.stack([weight.sum(), known.sum()])
+    normaliser, known_normaliser = (normalisers if total is None else total(normalisers)) + 1e-6
     scale = torch.stack(
         [
             weights.ce * known / known_normaliser,
@@ -151,20 +165,32 @@ def objective(
         ],
         dim=-1,
     )
-    markov_w2 = None if drafter.markov_head is None else drafter.markov_head.markov_w2.weight
-    loss, rows = _VocabularyTerms.apply(blocks.hidden, blocks.latent, markov_w2, drafter, blocks, scale, chunk_rows)
+    trained = [] if drafter.markov_head is None else drafter.markov_head.markov_w2.parameters()
+    trained = [parameter for parameter in trained if parameter.requires_grad]
+    loss, rows = _VocabularyTerms.apply(drafter, blocks, scale, chunk_rows, blocks.hidden, blocks.latent, *trained)
     acceptance = (1 - rows[:, 2] / 2).clamp(0, 1)
     values = {"ce": (rows[:, 0], known), "kl": (rows[:, 1], weight), "tv": (rows[:, 2], weight)}
+    by_slot = torch.zeros(gamma, device=rows.device)
+    bias = by_slot
     if blocks.confidence_logits is not None:
         logits = blocks.confidence_logits.float()
         bce = F.binary_cross_entropy_with_logits(logits, acceptance, reduction="none")
         loss = loss + weights.confidence * (bce * weight).sum() / normaliser
         values["confidence"] = (bce.detach(), weight)
-    empty = torch.zeros(gamma, device=rows.device)
+        gap = _survival(logits.detach().sigmoid(), blocks) - _survival(acceptance, blocks)
+        bias = by_slot.index_add(0, blocks.slots, gap[blocks.supervised])
     return LossTerms(
         loss=loss,
         sums={name: (x * w).sum() for name, (x, w) in values.items()},
         weights={name: w.sum() for name, (_, w) in values.items()},
-        acceptance=empty.index_add(0, blocks.slots, acceptance),
-        slots=empty.index_add(0, blocks.slots, torch.ones_like(acceptance)),
+        acceptance=by_slot.index_add(0, blocks.slots, acceptance),
+        bias=bias,
+        slots=by_slot.index_add(0, blocks.slots, torch.ones_like(acceptance)),
     )
+
+
+def _survival(rates: torch.Tensor, blocks: TeacherForced) -> torch.Tensor:
+    """Products of the rates of supervised slots along their blocks, `(K, gamma)`."""
+    table = rates.new_ones(blocks.supervised.shape)
+    table[blocks.supervised] = rates
+    return table.cumprod(dim=-1)

@@ -15,6 +15,7 @@ import torch
 from ..modeling_dspark import DSparkDrafter
 from .blocks import draft_logits, teacher_forced
 from .cache import FeatureCache
+from .features import OnlineFeatures
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Replay:
 
 
 @torch.no_grad()
-def replay_greedy(drafter: DSparkDrafter, cache: FeatureCache, *, blocks_at_once: int = 128) -> Replay:
-    """Replays every sample of `cache`.
+def replay_greedy(
+    drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, *, blocks_at_once: int = 128
+) -> Replay:
+    """Replays every sample of `data`.
 
     Args:
         drafter ([`DSparkDrafter`]): bound to its target, or with its own embedding.
-        cache ([`FeatureCache`]): greedy responses of the target.
+        data ([`FeatureCache`] or [`OnlineFeatures`]): greedy responses of the target.
         blocks_at_once (`int`): anchors in one pass.
 
     Returns:
@@ -50,19 +53,19 @@ def replay_greedy(drafter: DSparkDrafter, cache: FeatureCache, *, blocks_at_once
     reached = torch.zeros(gamma)
     accepted = torch.zeros(gamma)
     tokens = rounds = 0
-    for index in range(len(cache)):
-        sample = {key: value[None].to(drafter.device) for key, value in cache[index].items()}
-        response = sample["loss_mask"][0].nonzero()[:, 0]
+    for index in range(len(data)):
+        sample = {key: value.to(drafter.device) for key, value in data[index].items()}
+        sample["lengths"] = torch.tensor([len(sample["input_ids"])], device=drafter.device)
+        response = sample["loss_mask"].nonzero()[:, 0]
         if len(response) < 2:
             continue
         lengths: dict[int, int] = {}
         for anchors in response[:-1].split(blocks_at_once):
-            keep = torch.ones_like(anchors, dtype=torch.bool)[None]
-            blocks = teacher_forced(drafter, **sample, anchors=anchors[None], keep=keep)
+            blocks = teacher_forced(drafter, **sample, anchors=anchors)
             logits = draft_logits(drafter, blocks.hidden, blocks.latent)
             match = torch.zeros_like(blocks.supervised)
             match[blocks.supervised] = logits.argmax(dim=-1) == blocks.labels
-            prefix = match[0].long().cumprod(dim=-1).sum(dim=-1)
+            prefix = match.long().cumprod(dim=-1).sum(dim=-1)
             lengths.update(zip(anchors.tolist(), prefix.tolist(), strict=True))
         anchor, last = int(response[0]), int(response[-1])
         while anchor + gamma < last:  # whole blocks only: a round cut by the end of the text says nothing
