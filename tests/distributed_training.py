@@ -1,6 +1,7 @@
-"""A short training run, started by `accelerate launch` in test_distributed.py: arguments are output, batch and strategy."""
+"""A short training run, started by test_distributed.py on one process or two: arguments are output, batch and strategy."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def main() -> None:
     )  # fmt: skip
     trainer = DSparkTrainer(tiny_drafter(target).bind(target), arguments, data, eval_data=data)
     trainer.train()
+    assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"])
     accepted = trainer.evaluate()
     if trainer.args.should_save:
         history = [log for log in trainer.state.log_history if "loss" in log]

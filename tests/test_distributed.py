@@ -1,4 +1,4 @@
-"""Two processes train as one does with the same global batch: losses, metrics and weights agree."""
+"""Two processes (gloo) train as one does with the same global batch: losses, metrics and weights agree."""
 
 import json
 import os
@@ -14,13 +14,17 @@ SCRIPT = Path(__file__).parent / "distributed_training.py"
 
 
 def launch(output, *, processes, batch):
+    # `accelerate launch` starts several processes on GPUs only; on CPUs torch's own launcher sets the same variables.
     output.mkdir()
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no",
-        "--num_machines", "1", "--num_processes", str(processes), "--num_cpu_threads_per_process", "1",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
         str(SCRIPT), str(output), str(batch),
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads((output / "history.json").read_text()), load_file(output / "weights.safetensors")

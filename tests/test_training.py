@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from hf_dspark import DSparkTrainer, DSparkTrainingArguments, Trace
 from hf_dspark.features_dspark import TargetFeatures
 from hf_dspark.training import cache as cache_module
-from hf_dspark.training.anchors import anchor_generator, block_mask, sample_anchors, supervised_slots
+from hf_dspark.training.anchors import anchor_generator, block_mask, draw_anchors, sample_anchors, supervised_slots
 from hf_dspark.training.blocks import draft_logits, target_probabilities, teacher_forced
 from hf_dspark.training.cache import FeatureCache
 from hf_dspark.training.data import TrainingSample, frequent_tokens
@@ -17,7 +17,7 @@ from hf_dspark.training.features import OnlineFeatures
 from hf_dspark.training.loss import LossWeights, objective
 from hf_dspark.training.packing import PackedAttention
 from hf_dspark.training.replay import replay_greedy
-from hf_dspark.training.trainer import AnchorDataset, collate
+from hf_dspark.training.trainer import collate
 from tiny import VOCAB, prompt, tiny_drafter, tiny_target
 
 
@@ -46,10 +46,9 @@ def cache(target, samples, tmp_path):
 
 
 def batch_of(data, anchors=6, indices=None):
-    dataset = AnchorDataset(data, anchors, seed=0)
-    batch = collate([dataset[index] for index in indices or range(len(dataset))])
-    batch.pop("index")
-    return batch
+    batch = collate([data[index] for index in indices or range(len(data))])
+    index = batch.pop("index")
+    return batch | {"anchors": draw_anchors(batch["loss_mask"], batch["lengths"], index, anchors, seed=0, step=0)}
 
 
 # ------------------------------------------------------------------ anchors
@@ -73,7 +72,7 @@ def test_anchors_need_their_own_and_the_next_token_in_the_response():
     assert sample_anchors(mask, 99, anchor_generator(0, 0, 0)).tolist() == [1, 6, 7]
 
 
-def test_anchors_depend_on_seed_epoch_and_sample_alone():
+def test_anchors_depend_on_seed_step_and_sample_alone():
     mask = torch.ones(200, dtype=torch.bool)
 
     def draw(*key):
@@ -308,26 +307,26 @@ def test_training_lowers_the_loss_and_resumes_exactly(target, cache, tmp_path):
         assert loss == pytest.approx(same, abs=1e-6)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_every_epoch_of_a_run_draws_its_own_anchors(target, cache, tmp_path, workers):
+def test_every_step_draws_its_own_anchors(target, cache, tmp_path):
     class Watched(DSparkTrainer):
         def compute_loss(self, model, inputs, **kwargs):
-            starts = (inputs["lengths"].cumsum(0) - inputs["lengths"]).tolist()
-            rows = [inputs["anchors"] - start for start in starts]
-            drawn.append({(i, tuple(r[(r >= 0) & (r < n)].tolist())) for i, r, n in zip(
-                inputs["index"].tolist(), rows, inputs["lengths"].tolist(), strict=True)})
-            return super().compute_loss(model, inputs, **kwargs)
+            index, lengths, mask = (inputs[key] for key in ("index", "lengths", "loss_mask"))
+            loss = super().compute_loss(model, inputs, **kwargs)
+            step = len(drawn)
+            drawn.append(inputs["anchors"])
+            assert sorted(index.tolist()) == list(range(8))
+            starts = lengths.cumsum(0) - lengths
+            own = [
+                sample_anchors(part, 8, anchor_generator(7, step, int(number))) + start
+                for part, start, number in zip(mask.split(lengths.tolist()), starts, index, strict=True)
+            ]
+            assert torch.equal(inputs["anchors"], torch.cat(own))
+            return loss
 
-    drawn, options = [], {"max_steps": 3, "per_device_train_batch_size": 8, "save_strategy": "no"}
+    drawn, options = [], {"max_steps": 3, "per_device_train_batch_size": 8, "save_strategy": "no", "seed": 7}
     drafter = tiny_drafter(target).bind(target)
-    Watched(drafter, arguments(tmp_path, dataloader_num_workers=workers, seed=7, **options), cache).train()
-    assert drawn == [
-        {
-            (index, tuple(sample_anchors(cache[index]["loss_mask"], 8, anchor_generator(7, epoch, index)).tolist()))
-            for index in range(8)
-        }
-        for epoch in range(3)
-    ]
+    Watched(drafter, arguments(tmp_path, **options), cache).train()
+    assert len(drawn) == 3
 
 
 def test_frozen_parts_are_neither_trained_nor_saved(target, samples, cache, tmp_path):

@@ -127,4 +127,3 @@ class DSparkLayer(GradientCheckpointingLayer):
         block = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + self.self_attn(block, context, cos_sin, cache, attend)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 
-def anchor_generator(seed: int, epoch: int, sample: int) -> torch.Generator:
-    """A generator that depends on (seed, epoch, sample) alone, so runs on any number of devices draw alike."""
+def anchor_generator(seed: int, step: int, sample: int) -> torch.Generator:
+    """A generator that depends on (seed, step, sample) alone, so runs on any number of devices draw alike."""
     generator = torch.Generator()
-    generator.manual_seed(hash((seed, epoch, sample)) & 0x7FFF_FFFF_FFFF_FFFF)
+    generator.manual_seed(hash((seed, step, sample)) & 0x7FFF_FFFF_FFFF_FFFF)
     return generator
 
 
@@ -31,6 +31,35 @@ def sample_anchors(loss_mask: torch.Tensor, count: int, generator: torch.Generat
     candidates = (loss_mask[:-1] & loss_mask[1:]).nonzero()[:, 0]
     chosen = torch.randperm(len(candidates), generator=generator)[:count]
     return candidates[chosen].sort().values
+
+
+def draw_anchors(
+    loss_mask: torch.Tensor, lengths: torch.Tensor, indices: torch.Tensor, count: int, *, seed: int, step: int
+) -> torch.Tensor:
+    """Draws anchors of S samples that lie end to end.
+
+    Args:
+        loss_mask (`torch.Tensor` of shape `(rows,)`): True on response tokens.
+        lengths (`torch.Tensor` of shape `(S,)`): rows of each sample.
+        indices (`torch.Tensor` of shape `(S,)`): the samples' numbers in their data.
+        count (`int`): how many to draw from each.
+        seed, step (`int`): of the run, and the optimiser step: with a sample's number they determine its anchors.
+
+    Returns:
+        `torch.Tensor` of shape `(n,)`: anchor rows in ascending order; the last row alone if no sample has any, since
+        a block there has no label to learn.
+    """
+    masks = loss_mask.cpu().split(lengths.tolist())
+    starts = (lengths.cumsum(0) - lengths).tolist()
+    anchors = torch.cat(
+        [
+            start + sample_anchors(mask, count, anchor_generator(seed, step, index))
+            for mask, start, index in zip(masks, starts, indices.tolist(), strict=True)
+        ]
+    )
+    if not len(anchors):
+        anchors = torch.tensor([len(loss_mask) - 1])
+    return anchors.to(loss_mask.device)
 
 
 def supervised_slots(loss_mask: torch.Tensor, anchors: torch.Tensor, ends: torch.Tensor, gamma: int) -> torch.Tensor:

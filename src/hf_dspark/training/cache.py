@@ -104,7 +104,7 @@ class FeatureCache:
 
         Returns:
             `dict`: `input_ids` `(length,)`, `loss_mask` `(length,)` (True on response tokens), `features`
-            `(length, layers * hidden)`, `last_hidden` `(length, hidden)`, `logsumexp` `(length,)`.
+            `(length, layers * hidden)`, `last_hidden` `(length, hidden)`, `logsumexp` `(length,)`, `index` `()`.
         """
         name, start, stop, response_start = self._spans[index]
         file = self._open(name)
@@ -119,6 +119,7 @@ class FeatureCache:
                 stored = _dequantise(stored, read(f"{key}_scale"), self._dtype)
             row[key] = stored
         row["loss_mask"] = torch.arange(stop - start) >= response_start
+        row["index"] = torch.tensor(index)
         return row
 
     @classmethod

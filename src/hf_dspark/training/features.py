@@ -120,4 +120,5 @@ class OnlineFeatures:
         sample = self.samples[index]
         (row,) = target_rows(self.target, self.manifest["layer_ids"], [sample])
         row["loss_mask"] = torch.arange(len(sample.input_ids)) >= sample.response_start
+        row["index"] = torch.tensor(index)
         return row

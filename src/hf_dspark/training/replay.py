@@ -34,9 +34,7 @@ class Replay:
 
 
 @torch.no_grad()
-def replay_greedy(
-    drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, *, blocks_at_once: int = 128
-) -> Replay:
+def replay_greedy(drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, *, blocks_at_once: int = 128) -> Replay:
     """Replays every sample of `data`.
 
     Args:
@@ -55,6 +53,7 @@ def replay_greedy(
     tokens = rounds = 0
     for index in range(len(data)):
         sample = {key: value.to(drafter.device) for key, value in data[index].items()}
+        del sample["index"]
         sample["lengths"] = torch.tensor([len(sample["input_ids"])], device=drafter.device)
         response = sample["loss_mask"].nonzero()[:, 0]
         if len(response) < 2:

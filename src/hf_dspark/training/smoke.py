@@ -76,7 +76,9 @@ def write_responses(folder: Path, path: Path, held_out: Path) -> None:
     rows = []
     for text in (question.format(topic) for topic in TOPICS for question in QUESTIONS):
         message = [{"role": "user", "content": text}]
-        inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         ids = inputs["input_ids"]
         output = target.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, eos_token_id=None

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from ..modeling_dspark import DSparkDrafter
-from .anchors import anchor_generator, sample_anchors
+from .anchors import draw_anchors
 from .blocks import TeacherForced, teacher_forced
 from .cache import FeatureCache
 from .features import OnlineFeatures
@@ -54,48 +53,14 @@ class DSparkTrainingArguments(TrainingArguments):
             )
 
 
-class AnchorDataset(Dataset):
-    """Samples with anchors drawn anew in every epoch.
-
-    Args:
-        data ([`FeatureCache`] or [`OnlineFeatures`]): the samples.
-        anchors_per_sample (`int`): blocks drawn from one sequence.
-        seed (`int`): with the epoch and the sample's index it determines the anchors.
-    """
-
-    def __init__(self, data: FeatureCache | OnlineFeatures, anchors_per_sample: int, seed: int):
-        self.data = data
-        self.anchors_per_sample = anchors_per_sample
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate's data loader at the start of every epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = self.data[index]
-        generator = anchor_generator(self.seed, self.epoch, index)
-        sample["anchors"] = sample_anchors(sample["loss_mask"], self.anchors_per_sample, generator)
-        sample["index"] = torch.tensor(index)
-        return sample
-
-
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Lays samples end to end; nothing is padded."""
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
     batch = {
         key: torch.cat([sample[key] for sample in samples])
         for key in ("input_ids", "loss_mask", "features", "last_hidden", "logsumexp")
     }
-    starts = (lengths.cumsum(0) - lengths).tolist()
-    anchors = torch.cat([sample["anchors"] + start for sample, start in zip(samples, starts, strict=True)])
-    if not len(anchors):  # responses too short for any anchor: a block at the very end has no label to learn
-        anchors = lengths.sum()[None] - 1
-    return {**batch, "lengths": lengths, "anchors": anchors, "index": torch.stack([x["index"] for x in samples])}
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    return {**batch, "lengths": lengths, "index": torch.stack([sample["index"] for sample in samples])}
 
 
 class DSparkTrainer(Trainer):
@@ -145,7 +110,7 @@ class DSparkTrainer(Trainer):
             model=drafter,
             args=args,
             data_collator=collate,
-            train_dataset=AnchorDataset(data, args.anchors_per_sample, args.seed),
+            train_dataset=data,
             eval_dataset=eval_data,
             callbacks=callbacks,
             **kwargs,
@@ -164,17 +129,25 @@ class DSparkTrainer(Trainer):
         return LossWeights(args.ce_weight, kl, tv, args.confidence_weight, args.loss_decay)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        index = inputs.pop("index")
+        args, index = self.args, inputs.pop("index")
+        inputs["anchors"] = draw_anchors(
+            inputs["loss_mask"],
+            inputs["lengths"],
+            index,
+            args.anchors_per_sample,
+            seed=args.seed,
+            step=self.state.global_step,
+        )
 
         def step(drafter: DSparkDrafter) -> tuple[LossTerms, TeacherForced]:
-            blocks = teacher_forced(drafter, **inputs, detach_confidence=self.args.detach_confidence)
+            blocks = teacher_forced(drafter, **inputs, detach_confidence=args.detach_confidence)
             return objective(drafter, blocks, self.loss_weights(), total=self._total), blocks
 
         terms, blocks = model(step=step)
         if not torch.isfinite(terms.loss):
             raise ValueError(
                 f"Expected a finite loss, got {terms.loss.item()} in step {self.state.global_step + 1} from samples "
-                f"{index.tolist()}. The last checkpoint in {self.args.output_dir} is good: look at these samples, or "
+                f"{index.tolist()}. The last checkpoint in {args.output_dir} is good: look at these samples, or "
                 "resume from it with a lower learning rate."
             )
         self._seen.append(dataclasses.replace(terms, loss=terms.loss.detach()))
