@@ -1,4 +1,4 @@
-"""A short training run, started by test_distributed.py on one process or two: arguments are output, batch and strategy."""
+"""A short training run, started by test_distributed.py on one process or two; arguments: output folder, batch."""
 
 import json
 import os

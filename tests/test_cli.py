@@ -198,7 +198,7 @@ MISTAKES = {
     "not on the Hub": (["generate", "w5", "--drafter", "nobody/nothing"], "connect"),
     "no prompts": (["measure", "nowhere.jsonl"], "Expected a JSONL file of prompts"),
     "bad prompts": (["measure", "responses.jsonl"], "Expected an object with text in `turns` or `messages`"),
-    "layer numbers": (["train", "out", "--responses", "responses.jsonl", "--target", "target", "--target-layers", "a,b"],
+    "layer numbers": (["train", "out", "--responses", "responses.jsonl", "--target-layers", "a,b"],
                       "Expected layer numbers"),
     "no mask": (["train", "out", "--responses", "responses.jsonl", "--target", "target", "--target-layers", "0,2"],
                 "Expected mask_token_id, got None"),

@@ -13,7 +13,6 @@ from hf_dspark.training.blocks import draft_logits, target_probabilities, teache
 from hf_dspark.training.cache import FeatureCache
 from hf_dspark.training.data import TrainingSample, frequent_tokens
 from hf_dspark.training.initialise import copy_head_rows, copy_target_layers, fit_bigrams
-from hf_dspark.training.features import OnlineFeatures
 from hf_dspark.training.loss import LossWeights, objective
 from hf_dspark.training.packing import PackedAttention
 from hf_dspark.training.replay import replay_greedy

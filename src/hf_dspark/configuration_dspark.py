@@ -153,7 +153,8 @@ class DSparkConfig(PreTrainedConfig):
         if values == {}:
             raise FileNotFoundError(
                 f"Expected a DSpark drafter at {pretrained_model_name_or_path}, got no config.json, or an empty one. "
-                "Give the drafter's own folder or repository."
+                "Give the drafter's own folder or repository; an adapter goes onto its drafter, with "
+                "PeftModel.from_pretrained(drafter, folder)."
             )
         if not isinstance(values, dict):
             raise ValueError(f"Expected an object in config.json of {pretrained_model_name_or_path}, got {values!r}.")

@@ -1,8 +1,8 @@
 """The hooks that put the loop behind `generate(assistant_model=drafter)`, and what they refuse before it starts.
 
 Three methods of transformers' `GenerationMixin` are wrapped once, at import. A wrap acts only if the assistant speaks
-our protocol, that is, has a method `get_candidate_generator`; every other call goes through unchanged. `unpatch()`
-takes them off.
+our protocol, that is, has a method `get_candidate_generator`, or is such a model with peft's adapters; every other
+call goes through unchanged. `unpatch()` takes them off.
 """
 
 from __future__ import annotations
@@ -102,6 +102,29 @@ def _speaks_dspark(assistant: Any) -> bool:
     return callable(getattr(assistant, "get_candidate_generator", None))
 
 
+def without_wrapper(assistant: Any) -> Any:
+    """The drafter inside a `PeftModel`, adapters included: they act in its layers. Anything else is returned as it is.
+
+    Args:
+        assistant (`Any`): what `generate()` or a trainer was given.
+
+    Raises:
+        ValueError: if the adapter is a learned prompt or prefix, which acts on calls of the wrapper alone: drafting
+            makes none, and would leave it out without any error.
+    """
+    unwrap = getattr(assistant, "get_base_model", None)
+    drafter = unwrap() if callable(unwrap) else None
+    if not _speaks_dspark(drafter):
+        return assistant
+    config = getattr(assistant, "active_peft_config", None)  # a PeftMixedModel has none, and no learned prompts
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"Expected an adapter inside the layers of a DSpark drafter, got {type(config).__name__}, which acts on "
+            "its input. Use LoraConfig or another adapter that can be merged."
+        )
+    return drafter
+
+
 def _refuse_lost_drafter(assistant: Any) -> None:
     """A DSpark checkpoint that a plain Auto class loaded is a model with random layers: say so, instead of failing on
     a missing attribute."""
@@ -114,13 +137,14 @@ def _refuse_lost_drafter(assistant: Any) -> None:
 
 
 def _get_candidate_generator(original, self, *args, assistant_model=None, **kwargs):
+    assistant_model = without_wrapper(assistant_model)
     if not _speaks_dspark(assistant_model):
         return original(self, *args, assistant_model=assistant_model, **kwargs)
     return assistant_model.get_candidate_generator(self, *args, **kwargs)
 
 
 def _validate_generation_mode(original, self, generation_mode, generation_config, generation_mode_kwargs):
-    assistant = generation_mode_kwargs.get("assistant_model")
+    assistant = without_wrapper(generation_mode_kwargs.get("assistant_model"))
     if not _speaks_dspark(assistant):
         _refuse_lost_drafter(assistant)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
@@ -142,7 +166,8 @@ def _assisted_decoding(
     tokenizer=None,
     **model_kwargs,
 ):
-    if _speaks_dspark(assistant_model):
+    drafter = without_wrapper(assistant_model)
+    if _speaks_dspark(drafter):
         _check_inputs(self, input_ids, model_kwargs, synced_gpus)
         cache = model_kwargs[CACHE]
         if _stock_loop.get() and cache.get_seq_length():
@@ -153,7 +178,7 @@ def _assisted_decoding(
         if not _stock_loop.get():
             return speculative_generate(
                 self,
-                assistant_model,
+                drafter,
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,

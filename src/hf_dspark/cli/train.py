@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -44,33 +45,37 @@ def run(
 ) -> None:
     """Trains; see `hf-dspark train --help`."""
     logging.set_verbosity_info()
+    state = PartialState()  # of `accelerate launch`; one process otherwise
     options |= {
         "target_layers": _numbers(target_layers, "--target-layers"),
         "copy_layers": _numbers(copy_layers, "--copy-layers"),
     }
     if preset == "smoke":
         output.mkdir(parents=True, exist_ok=True)
-        options |= {"target": str(output / "target"), "mask_token_id": make_target(output / "target")}
         responses, eval_responses = output / "responses.jsonl", output / "held-out.jsonl"
-        write_responses(output / "target", responses, eval_responses)
+        with state.main_process_first():
+            options |= {"target": str(output / "target"), "mask_token_id": make_target(output / "target")}
+            write_responses(output / "target", responses, eval_responses)
     recipe = read_recipe(preset, config_file, options)
     if responses is None:
         raise ValueError(
-            "Expected --responses with the target's own answers, got none. Make them with hf-dspark data regenerate or "
-            "hf-dspark data synthesize."
+            "Expected --responses with the target's own answers, got none. Make them with hf-dspark data regenerate "
+            "or hf-dspark data synthesize."
         )
     for path in (responses, eval_responses):
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"Expected a JSONL file of prompt_ids and response_ids, got no file at {path}.")
 
     model, tokenizer = _load_target(recipe)
+    model.to(state.device)
     config = drafter_config(model, recipe)
     vocab_size = model.config.get_text_config().vocab_size
     samples = read_samples(responses, vocab_size=vocab_size, max_length=recipe.max_length)
     held_out = None
     if eval_responses is not None:
         held_out = read_samples(eval_responses, vocab_size=vocab_size, max_length=recipe.max_length)
-    record(output, recipe, [path for path in (responses, eval_responses) if path is not None])
+    with state.main_process_first():
+        record(output, recipe, [path for path in (responses, eval_responses) if path is not None])
 
     set_seed(recipe.seed)
     drafter = DSparkDrafter(config)
@@ -81,7 +86,8 @@ def run(
         shared = {"layer_ids": list(config.target_layer_ids), "chat_template": tokenizer.chat_template}
         if recipe.online:
             return OnlineFeatures(model, rows, **shared)
-        return FeatureCache.build(model, rows, output / folder, bits=recipe.bits, **shared)
+        with state.main_process_first():  # the others find it finished
+            return FeatureCache.build(model, rows, output / folder, bits=recipe.bits, **shared)
 
     trainer = DSparkTrainer(
         drafter,

@@ -5,7 +5,8 @@ its final normalised hidden state (its logits are the head applied to it, paper 
 log-sum-exp of those logits over the *full* vocabulary. With that one number target probabilities over a reduced
 draft vocabulary are exact without computing the other logits.
 
-`OnlineFeatures` runs the target whenever a sample is read and stores nothing; `FeatureCache` has the same rows on disk.
+`OnlineFeatures` runs the target whenever a sample is read and stores nothing; `FeatureCache` has the same rows on
+disk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A tiny target of one's own: random weights, a tokenizer of bytes, and the target's answers to a few prompts.
+"""A tiny target of one's own: a small Llama over bytes, taught a handful of answers, which it then gives itself.
 
 It makes a whole training run, from data to a drafter that `generate()` uses, possible in two minutes on any machine
-without any download. What such a target says means nothing; how it says it is as deterministic as a large one.
+without any download.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers.utils import logging
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<mask>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-TOPICS = ("rivers", "bread", "the moon", "chess", "gardens", "trains", "maps", "bees")
-QUESTIONS = ("Tell me about {}.", "Why do we need {}?", "Write a line on {}.", "What is best about {}?")
+TOPICS = ("rivers", "bread", "the moon", "chess", "gardens", "trains", "maps", "bees", "rain", "music", "glass", "tea")
+ANSWERS = {
+    "Tell me about {}.": "There is much to say about {}. People have known it for a long time and still learn more.",
+    "Why do we need {}?": "We need {} because life without it would be harder. That is why people look after it.",
+    "Write a line on {}.": "Here is a line on {}: it is old, it is new, and it is never the same twice.",
+    "What is best about {}?": "The best thing about {} is that anyone can enjoy it, in the morning and at night.",
+}
+TEACHING_STEPS, TEACHING_BATCH = 300, 12
 
 
 def make_target(folder: Path) -> int:
-    """Saves a random Llama of four layers with its tokenizer.
+    """Saves a Llama of four layers, taught `ANSWERS`, with its tokenizer.
 
     Args:
         folder (`Path`): where to; what is there already is kept.
@@ -38,7 +45,9 @@ def make_target(folder: Path) -> int:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", mask_token="<mask>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", mask_token="<mask>", pad_token="</s>"
+    )
     fast.chat_template = CHAT_TEMPLATE
     set_seed(0)
     config = LlamaConfig(
@@ -49,23 +58,43 @@ def make_target(folder: Path) -> int:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        initializer_range=0.1,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
     )
     target = LlamaForCausalLM(config)
-    with torch.no_grad():
-        target.lm_head.weight.mul_(8)  # as sure of its words as a trained model
-        target.lm_head.weight[: len(SPECIAL_TOKENS)] = 0  # never the most likely ones
+    _teach(target, fast)
     fast.save_pretrained(folder)
     target.save_pretrained(folder)
     return vocabulary["<mask>"]
 
 
+def _conversations() -> list[list[dict[str, str]]]:
+    return [
+        [{"role": "user", "content": question.format(topic)}, {"role": "assistant", "content": answer.format(topic)}]
+        for topic in TOPICS
+        for question, answer in ANSWERS.items()
+    ]
+
+
+def _teach(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Next-token training on the answers, until the target knows them by heart."""
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in _conversations()]
+    tokens = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
+    labels = tokens["input_ids"].masked_fill(tokens["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(target.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=TEACHING_STEPS)
+    for _ in logging.tqdm(range(TEACHING_STEPS), desc="teaching a tiny target", unit="step"):
+        rows = torch.randperm(len(texts))[:TEACHING_BATCH]
+        target(**{key: value[rows] for key, value in tokens.items()}, labels=labels[rows]).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
 @torch.no_grad()
 def write_responses(folder: Path, path: Path, held_out: Path) -> None:
-    """The target's greedy answers to 32 prompts, every fourth of them held out.
+    """The target's greedy answers to all questions, every fifth of them held out.
 
     Args:
         folder (`Path`): of the target.
@@ -74,16 +103,15 @@ def write_responses(folder: Path, path: Path, held_out: Path) -> None:
     target = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     rows = []
-    for text in (question.format(topic) for topic in TOPICS for question in QUESTIONS):
-        message = [{"role": "user", "content": text}]
+    for question, _ in _conversations():
         inputs = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         ids = inputs["input_ids"]
         output = target.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, eos_token_id=None
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=128, do_sample=False
         )
         length = ids.shape[1]
         rows.append({"prompt_ids": output[0, :length].tolist(), "response_ids": output[0, length:].tolist()})
-    for where, chosen in ((path, [row for i, row in enumerate(rows) if i % 4]), (held_out, rows[::4])):
+    for where, chosen in ((path, [row for i, row in enumerate(rows) if i % 5]), (held_out, rows[::5])):
         where.write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")

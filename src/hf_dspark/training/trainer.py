@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
+from ..hooks_dspark import without_wrapper
 from ..modeling_dspark import DSparkDrafter
 from .anchors import draw_anchors
 from .blocks import TeacherForced, teacher_forced
@@ -67,8 +68,8 @@ class DSparkTrainer(Trainer):
     """Trains a drafter on target features; everything else is `transformers.Trainer`.
 
     Args:
-        drafter ([`DSparkDrafter`] or `PeftModel`): with its own embedding or bound to the target; around it, perhaps,
-            adapters to train instead of its weights.
+        drafter ([`DSparkDrafter`] or `PeftModel`): with its own embedding or bound to the target. Of a `PeftModel` the
+            adapters are trained and saved, not the drafter.
         args ([`DSparkTrainingArguments`]): all of it.
         data ([`FeatureCache`] or [`OnlineFeatures`]): training samples.
         eval_data ([`FeatureCache`] or [`OnlineFeatures`], *optional*): the target's greedy responses to held-out
@@ -76,7 +77,7 @@ class DSparkTrainer(Trainer):
         callbacks (`list[TrainerCallback]`, *optional*): as in transformers.
 
     Raises:
-        ValueError: if the features are not those that the drafter reads.
+        ValueError: if the features are not those that the drafter reads, or if the adapters act on its input.
     """
 
     args: DSparkTrainingArguments
@@ -92,7 +93,7 @@ class DSparkTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         **kwargs: Any,
     ):
-        base: DSparkDrafter = drafter if isinstance(drafter, DSparkDrafter) else drafter.get_base_model()
+        base: DSparkDrafter = without_wrapper(drafter)
         for features in (data, eval_data):
             if features is not None:
                 _check_features(base, features)
@@ -165,7 +166,7 @@ class DSparkTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _metrics(self) -> dict[str, float]:
-        """Means over all blocks of all ranks since the last call: sums and counts are added before they are divided."""
+        """Means over all blocks of all ranks since the last call: sums and counts are added before being divided."""
         names = list(self._seen[0].sums)
         gamma = len(self._seen[0].slots)
         rows = [
