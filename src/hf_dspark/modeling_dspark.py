@@ -183,8 +183,8 @@ class DSparkDrafter(PreTrainedModel):
     # ---------------------------------------------------------------- the block
 
     def forward(self, *args: Any, step: Callable[[DSparkDrafter], Any] | None = None, **kwargs: Any) -> Any:
-        """The backbone on a block, see [`DSparkDrafter.backbone`]; or `step(self)`, a whole training step: wrappers for
-        several devices (DDP, FSDP) prepare weights and gradients around this method alone."""
+        """The backbone on a block, see [`DSparkDrafter.backbone`]; or `step(self)`, a whole training step: wrappers
+        for several devices (DDP, FSDP) prepare weights and gradients around this method alone."""
         return self.backbone(*args, **kwargs) if step is None else step(self)
 
     def backbone(
