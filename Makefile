@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := install --quiet --disable-pip-version-check
 OLDEST := 5.14.1
 MIDDLE := 5.17.0
-CORE_TESTS := $(addprefix tests/test_,golden.py two_paths.py checkpoints.py bad_input.py training.py cli.py greedy_identity.py stops.py processors.py \
+CORE_TESTS := $(addprefix tests/test_,golden.py two_paths.py checkpoints.py bad_input.py training.py lora.py cli.py greedy_identity.py stops.py processors.py \
 	accept_rule.py sampling.py generate_features.py features.py stock_loop.py)
 PROMPT := Write a Python function that checks whether a number is prime, and explain how it works.
 
@@ -56,13 +56,13 @@ test-matrix: test-oldest .venv-$(MIDDLE)/.installed $(STAMP) ## Run the core tes
 	$(BIN)/python -m pytest $(CORE_TESTS)
 
 quality: $(STAMP) ## Lint, format check and types
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 style: $(STAMP) ## Format and fix what can be fixed
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests examples
 
 bench: $(STAMP) ## Accepted length and speed of the bundled pair, greedy
 	$(BIN)/hf-dspark measure --dtype bfloat16 --speed --max-new-tokens 120 benchmarks/prompts/*.jsonl
