@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from hf_dspark import DSparkTrainer, DSparkTrainingArguments, Trace
+from hf_dspark import DSparkTrainer, Trace
 from hf_dspark.features_dspark import TargetFeatures
 from hf_dspark.training import cache as cache_module
-from hf_dspark.training.anchors import anchor_generator, block_mask, draw_anchors, sample_anchors, supervised_slots
+from hf_dspark.training.anchors import anchor_generator, block_mask, sample_anchors, supervised_slots
 from hf_dspark.training.blocks import draft_logits, target_probabilities, teacher_forced
 from hf_dspark.training.cache import FeatureCache
 from hf_dspark.training.data import TrainingSample, frequent_tokens
@@ -16,17 +16,8 @@ from hf_dspark.training.initialise import copy_head_rows, copy_target_layers, fi
 from hf_dspark.training.loss import LossWeights, objective
 from hf_dspark.training.packing import PackedAttention
 from hf_dspark.training.replay import replay_greedy
-from hf_dspark.training.trainer import collate
-from tiny import VOCAB, prompt, tiny_drafter, tiny_target
-
-
-def greedy_samples(target, count, length=24):
-    samples = []
-    for seed in range(count):
-        ids = prompt(5, seed=seed)
-        text = target.generate(ids, max_new_tokens=length, do_sample=False)
-        samples.append(TrainingSample(tuple(text[0].tolist()), 5))
-    return samples
+from tiny import VOCAB, tiny_drafter, tiny_target
+from training_setup import arguments, batch_of, greedy_samples, losses
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +33,6 @@ def samples(target):
 @pytest.fixture
 def cache(target, samples, tmp_path):
     return FeatureCache.build(target, samples, tmp_path / "features", layer_ids=[0, 2], samples_per_shard=3)
-
-
-def batch_of(data, anchors=6, indices=None):
-    batch = collate([data[index] for index in indices or range(len(data))])
-    index = batch.pop("index")
-    return batch | {"anchors": draw_anchors(batch["loss_mask"], batch["lengths"], index, anchors, seed=0, step=0)}
 
 
 # ------------------------------------------------------------------ anchors
@@ -272,19 +257,6 @@ def test_bigrams_raise_what_follows(target, samples):
 
 
 # ------------------------------------------------------------------ the trainer
-
-
-def arguments(path, **changes):
-    options = {
-        "output_dir": str(path), "max_steps": 20, "learning_rate": 5e-3, "per_device_train_batch_size": 4,
-        "anchors_per_sample": 8, "logging_steps": 1, "save_steps": 10, "use_cpu": True, "report_to": "none",
-        "disable_tqdm": True, "kl_weight": 0.5, "likelihood_first": 0.5,
-    }  # fmt: skip
-    return DSparkTrainingArguments(**{**options, **changes})
-
-
-def losses(trainer):
-    return [(log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log]
 
 
 def test_training_lowers_the_loss_and_resumes_exactly(target, cache, tmp_path):

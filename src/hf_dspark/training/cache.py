@@ -84,13 +84,7 @@ class FeatureCache:
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
-            try:
-                self._files[name] = safe_open(self.directory / name, framework="pt")
-            except (SafetensorError, FileNotFoundError) as error:
-                raise ValueError(
-                    f"Expected the shard {name} in {self.directory}, got a damaged or missing file ({error}). "
-                    "Delete the folder and build the cache again."
-                ) from error
+            self._files[name] = _open_shard(self.directory, name)
         return self._files[name]
 
     def __len__(self) -> int:
@@ -153,7 +147,7 @@ class FeatureCache:
         Raises:
             ValueError: if the folder holds a cache of another target, other layers or other samples, or if the target
                 changes its head's output (softcap, scaling).
-            OSError: if the disk cannot hold the cache, before anything is computed.
+            OSError: if the disk cannot hold the cache, before anything is computed; or if it fills up on the way.
         """
         if bits not in (8, 16):
             raise ValueError(f"Expected bits to be 8 or 16, got {bits}. 16 keeps the target's dtype.")
@@ -175,7 +169,9 @@ class FeatureCache:
                         f"Expected a cache with {key} = {value!r} in {directory}, got {manifest.get(key)!r}. "
                         "Give another folder, or delete this one."
                     )
-        done = len(manifest["shards"]) * samples_per_shard
+            for shard in manifest["shards"]:
+                _open_shard(directory, shard["file"])
+        done = sum(len(shard["spans"]) for shard in manifest["shards"])
         tokens = sum(len(sample.input_ids) for sample in samples[done:])
         parts, width = len(layer_ids) + 1, described["hidden_size"]
         row_bytes = parts * (width + 4 if bits == 8 else width * target.dtype.itemsize) + 8
@@ -194,10 +190,17 @@ class FeatureCache:
         shards = range(done, len(samples), samples_per_shard)
         for start in logging.tqdm(shards, desc="target features", unit="shard", disable=not len(shards)):
             shard = samples[start : start + samples_per_shard]
-            name = f"shard-{start // samples_per_shard:05d}.safetensors"
+            name = f"shard-{len(manifest['shards']):05d}.safetensors"
             tensors, spans = _shard(target, shard, layer_ids, bits, tokens_per_batch)
             temporary = directory / f"{name}.tmp"
-            save_file(tensors, temporary)
+            try:
+                save_file(tensors, temporary)
+            except (SafetensorError, OSError) as error:
+                temporary.unlink(missing_ok=True)
+                raise OSError(
+                    f"Expected room for {name} in {directory}, got: {error}. Free some and run the same build again: "
+                    "it goes on where it stopped."
+                ) from error
             temporary.replace(directory / name)
             manifest["shards"].append({"file": name, "spans": spans})
             manifest["complete"] = start + samples_per_shard >= len(samples)
@@ -218,23 +221,35 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _open_shard(directory: Path, name: str) -> Any:
+    try:
+        return safe_open(directory / name, framework="pt")
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(
+            f"Expected the shard {name} in {directory}, got a damaged or missing file ({error}). "
+            "Delete the folder and build the cache again."
+        ) from error
+
+
 def _shard(
     target: PreTrainedModel, samples: list[TrainingSample], layer_ids: list[int], bits: int, tokens_per_batch: int
 ) -> tuple[dict[str, torch.Tensor], list[tuple[int, int, int]]]:
-    samples = sorted(samples, key=lambda sample: len(sample.input_ids))  # like lengths together: little padding
+    order = sorted(range(len(samples)), key=lambda index: len(samples[index].input_ids))  # little padding
+    ordered = [samples[index] for index in order]
     stored: dict[str, list[torch.Tensor]] = {}
-    spans, position = [], 0
-    for batch in _batches(samples, tokens_per_batch):
-        for index, row in zip(batch, target_rows(target, layer_ids, [samples[i] for i in batch]), strict=True):
+    spans, position = {}, 0
+    for batch in _batches(ordered, tokens_per_batch):
+        for index, row in zip(batch, target_rows(target, layer_ids, [ordered[i] for i in batch]), strict=True):
             row["input_ids"] = row["input_ids"].int()
             if bits == 8:
                 for key, parts in (("features", len(layer_ids)), ("last_hidden", 1)):
                     row[key], row[f"{key}_scale"] = _quantise(row[key], parts)
             for key, value in row.items():
                 stored.setdefault(key, []).append(value)
-            spans.append((position, position + len(row["input_ids"]), samples[index].response_start))
+            spans[order[index]] = (position, position + len(row["input_ids"]), ordered[index].response_start)
             position += len(row["input_ids"])
-    return {key: torch.cat(value).contiguous() for key, value in stored.items()}, spans
+    tensors = {key: torch.cat(value).contiguous() for key, value in stored.items()}
+    return tensors, [spans[index] for index in range(len(samples))]
 
 
 def _quantise(rows: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:

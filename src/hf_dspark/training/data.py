@@ -13,6 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
 
 @dataclass(frozen=True)
 class TrainingSample:
@@ -36,7 +40,8 @@ def read_samples(path: str | Path, *, vocab_size: int, max_length: int = 2048) -
         max_length (`int`): tokens of a sample; longer responses are cut, prompts that leave no room are skipped.
 
     Returns:
-        `list[TrainingSample]`: in the order of the file.
+        `list[TrainingSample]`: in the order of the file, without rows whose response has fewer than two tokens; what
+            is left out or cut is logged in one line.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -46,6 +51,7 @@ def read_samples(path: str | Path, *, vocab_size: int, max_length: int = 2048) -
     if not path.is_file():
         raise FileNotFoundError(f"Expected a JSONL file of prompt_ids and response_ids, got no file at {path}.")
     samples = []
+    short = too_long = cut = 0
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -53,26 +59,34 @@ def read_samples(path: str | Path, *, vocab_size: int, max_length: int = 2048) -
             try:
                 row = json.loads(line)
                 prompt, response = row["prompt_ids"], row["response_ids"]
-                bad = next(
-                    (token for token in [*prompt, *response] if type(token) is not int or not 0 <= token < vocab_size),
-                    None,
-                )
+                ids = [*prompt, *response]
+                bad = [token for token in ids if type(token) is not int or not 0 <= token < vocab_size]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"Expected an object with lists `prompt_ids` and `response_ids`, got {line[:60]!r} in line "
                     f"{number} of {path}. Write one such object a line."
                 ) from error
-            if bad is not None:
+            if bad:
                 raise ValueError(
-                    f"Expected token ids in [0, {vocab_size}), got {bad} in line {number} of {path}. "
+                    f"Expected token ids in [0, {vocab_size}), got {bad[0]} in line {number} of {path}. "
                     "Tokenise with the target's own tokenizer."
                 )
-            if len(prompt) + 2 <= max_length and len(response) >= 2:
-                samples.append(TrainingSample((*prompt, *response)[:max_length], len(prompt)))
+            if len(response) < 2:
+                short += 1
+            elif len(prompt) + 2 > max_length:
+                too_long += 1
+            else:
+                cut += len(ids) > max_length
+                samples.append(TrainingSample(tuple(ids[:max_length]), len(prompt)))
     if not samples:
         raise ValueError(
             f"Expected at least one prompt with a response of two tokens or more within {max_length} tokens, "
             f"got none in {path}. Raise the maximum length or give more data."
+        )
+    if short or too_long or cut:
+        logger.warning(
+            f"{path}: {len(samples)} samples. Left out {short} whose response has fewer than two tokens and "
+            f"{too_long} whose prompt leaves no room within {max_length} tokens; cut {cut} responses."
         )
     return samples
 

@@ -6,6 +6,7 @@ what else the result depends on, so that a run can be repeated, and is resumed o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -82,8 +83,11 @@ class Recipe:
         for name in ("layers", "block_size", "max_length", "max_steps", "batch_size", "anchors", "eval_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Expected {name} >= 1, got {getattr(self, name)}.")
-        if not 0 <= self.decay_share <= 1:
-            raise ValueError(f"Expected decay_share within [0, 1], got {self.decay_share}.")
+        for name in ("decay_share", "likelihood_first"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"Expected {name} within [0, 1], got {getattr(self, name)}.")
+        if self.bits not in (8, 16):
+            raise ValueError(f"Expected bits to be 8 or 16, got {self.bits}.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -154,9 +158,10 @@ def read_recipe(preset: str | None, file: Path | None, options: dict[str, Any]) 
 def _read_file(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"Expected a YAML or JSON file of settings, got no file at {file}.")
+    parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML
-    except yaml.YAMLError as error:
+        settings = parse(file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"Expected a YAML or JSON file of settings, got {error} in {file}.") from error
     fields = {field.name: field for field in dataclasses.fields(Recipe)}
     if not isinstance(settings, dict):
@@ -164,6 +169,9 @@ def _read_file(file: Path) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in fields:
             raise ValueError(f"Expected settings out of {', '.join(fields)}, got {name!r} in {file}.")
+        if fields[name].type == "float" and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)  # 1e-3 without a point is text in YAML
         if not _fits(value, str(fields[name].type)):
             raise ValueError(f"Expected {name} of type {fields[name].type}, got {value!r} in {file}.")
         if fields[name].type == "float":
@@ -192,7 +200,10 @@ def record(output: Path, recipe: Recipe, responses: list[Path]) -> None:
         ValueError: if the folder belongs to a run of other settings or other data.
     """
     settings = dataclasses.asdict(recipe)
-    data = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in responses}
+    digests: dict[str, Any] = {}
+    for file in responses:  # files of one name in different folders share a digest
+        digests.setdefault(file.name, hashlib.sha256()).update(file.read_bytes())
+    data = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
     path = output / RECIPE_FILE
     if path.is_file():
         try:
