@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -83,6 +84,22 @@ def test_compiling_and_checkpointing_reach_the_arguments(tmp_path):
         options = _arguments(tmp_path, recipe, evaluated=False)
         assert options.torch_compile is wanted
         assert getattr(options, CHECKPOINTING) is wanted
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing warns of what it meets
+def test_a_compiled_run_is_the_same_run(trainer, tmp_path):
+    # Traced as ever, but run by torch itself: no compiler of the machine is needed.
+    compiled = trainer(max_steps=2, torch_compile=True, torch_compile_backend="eager", save_strategy="steps")
+    traced = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = torch.compile
+        patch.setattr(torch, "compile", lambda *a, **k: traced.append(k["backend"]) or original(*a, **k))
+        history = trained(compiled)
+    assert traced == ["eager"]
+    plain = trainer(max_steps=2)
+    assert history == [(step, pytest.approx(loss, abs=1e-5)) for step, loss in trained(plain)]
+    saved = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert saved.keys() == plain.model.state_dict().keys()
 
 
 def test_a_bfloat16_run_follows_the_float32_one(target, trainer):
