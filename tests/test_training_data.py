@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import shutil
 from collections import namedtuple
 
@@ -101,6 +102,13 @@ def test_a_bfloat16_target_differs_by_its_rounding_alone(half_target, samples, b
     assert torch.equal(alone, online)
     # A padded batch sums in another order.
     assert_close(together, online, rtol=1e-2, atol=0)
+
+
+def test_a_cache_travels_to_another_process(build):
+    cache = build()
+    copy = pickle.loads(pickle.dumps(cache))
+    assert len(copy) == len(cache)
+    assert torch.equal(copy[5]["features"], cache[5]["features"])
 
 
 # ------------------------------------------------------------------ eight bits
