@@ -234,3 +234,11 @@ def test_every_public_name_is_there():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hf_dspark.nothing
     assert (Path(hf_dspark.__file__).parent / "py.typed").exists()
+
+
+def test_settings_that_cannot_be_do_not_block_a_folder(monkeypatch, capfd, folder, tmp_path):
+    options = ["--responses", folder / "responses.jsonl", "--target", folder / "target", "--mask-token-id", MASK]
+    options += ["--target-layers", "0,2", "--layers", 1]
+    status, _, err = call(monkeypatch, capfd, "train", tmp_path / "run", *options, "--copy-layers", 99)
+    assert status == 1, err
+    assert not (tmp_path / "run" / "recipe.json").exists()

@@ -63,6 +63,7 @@ def test_from_prompts_to_features(monkeypatch, capfd, caplog, folder, tmp_path):
     assert (
         f"stored features of 2 samples, {sum(len(s.input_ids) for s in read_samples(output, vocab_size=VOCAB))}" in out
     )
+    assert " GB a million)" in " ".join(err.split())
     assert FeatureCache(tmp_path / "f").manifest["layer_ids"] == [0]
     arguments = ["cache", output, tmp_path / "g", "--target", folder / "other", "--bits", 8]
     status, _, err = call(monkeypatch, capfd, *arguments)

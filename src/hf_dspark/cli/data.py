@@ -16,7 +16,7 @@ from ..training.cache import FeatureCache
 from ..training.data import default_target_layers, read_samples
 from ..training.responses import Answered, answer_prompts, check_responses
 from ..training.synthesis import synthesize
-from .models import DTYPES
+from .models import DTYPES, show_log
 
 
 def run_regenerate(
@@ -56,6 +56,7 @@ def run_cache(
     """Stores target features; see `hf-dspark data cache --help`."""
     from .train import _numbers  # brings the trainer, which the other commands can do without
 
+    show_log()
     layer_ids = _numbers(target_layers, "--target-layers")
     if not responses.is_file():  # told before the target is loaded
         raise FileNotFoundError(f"Expected a JSONL file of prompt_ids and response_ids, got no file at {responses}.")

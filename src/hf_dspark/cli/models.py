@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
+from rich.console import Console
+from rich.logging import RichHandler
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration_dspark import DSparkConfig
@@ -10,6 +14,15 @@ from ..loading import DEMO_DRAFTER, check_exists, load
 from ..modeling_dspark import DSparkDrafter
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def show_log() -> None:
+    """This package's own log on stderr: sizes of what is written, counts of what is left out."""
+    log = logging.getLogger("hf_dspark")
+    log.setLevel(logging.INFO)
+    if not log.handlers:
+        console = Console(stderr=True, soft_wrap=True)
+        log.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
 
 
 def load_pair(

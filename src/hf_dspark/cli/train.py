@@ -28,6 +28,7 @@ from ..training.initialise import copy_head_rows, copy_target_layers, fit_bigram
 from ..training.recipe import Recipe, read_recipe, record
 from ..training.smoke import make_target, write_responses
 from ..training.trainer import DSparkTrainer, DSparkTrainingArguments
+from .models import show_log
 
 DEMO_MASK_TOKEN = 16  # <empty_output>, a token of the code corpus that chat text never contains
 
@@ -45,6 +46,7 @@ def run(
 ) -> None:
     """Trains; see `hf-dspark train --help`."""
     logging.set_verbosity_info()
+    show_log()
     state = PartialState()  # of `accelerate launch`; one process otherwise
     options |= {
         "target_layers": _numbers(target_layers, "--target-layers"),
@@ -74,13 +76,14 @@ def run(
     held_out = None
     if eval_responses is not None:
         held_out = read_samples(eval_responses, vocab_size=vocab_size, max_length=recipe.max_length)
-    with state.main_process_first():
-        record(output, recipe, [path for path in (responses, eval_responses) if path is not None])
 
     set_seed(recipe.seed)
     drafter = DSparkDrafter(config)
     initialise(drafter, model, samples, recipe.copy_layers)
     drafter.bind(model)
+    # Settings that no drafter can have were refused by now, and bind nothing.
+    with state.main_process_first():
+        record(output, recipe, [path for path in (responses, eval_responses) if path is not None])
 
     def features(rows: list[TrainingSample], folder: str) -> FeatureCache | OnlineFeatures:
         shared = {"layer_ids": list(config.target_layer_ids), "chat_template": tokenizer.chat_template}
