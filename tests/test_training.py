@@ -337,35 +337,3 @@ def test_a_cache_of_another_drafter_is_refused(cache, tmp_path, case):
 def test_settings_of_training_are_checked(tmp_path, changes):
     with pytest.raises(ValueError, match=f"Expected {next(iter(changes))}"):
         arguments(tmp_path, **changes)
-
-
-def test_what_was_learned_is_what_generation_accepts(target, samples, cache, tmp_path):
-    torch.manual_seed(0)
-    drafter = tiny_drafter(target, initializer_range=0.02, own_embeddings=False).bind(target)
-    options = {"max_steps": 150, "learning_rate": 1e-2, "per_device_train_batch_size": 8, "anchors_per_sample": 24}
-    trainer = DSparkTrainer(
-        drafter,
-        arguments(tmp_path / "overfit", save_strategy="no", logging_steps=50, **options),
-        cache,
-        eval_data=cache,
-    )
-    trainer.train()
-    replayed = replay_greedy(drafter, cache)
-    assert trainer.evaluate()["eval_accepted_length"] == replayed.accepted_length
-    assert replayed.accepted_length > 2
-    drafter.eval()
-
-    tokens = rounds = 0
-    for sample in samples:
-        ids = torch.tensor([sample.input_ids[: sample.response_start]])
-        with Trace() as trace:
-            text = target.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=drafter)
-        assert tuple(text[0].tolist()) == sample.input_ids
-        gamma, position = drafter.config.block_size, sample.response_start
-        for record in trace.rounds:  # the replay counts rounds with room for a whole block
-            if position + gamma < len(sample.input_ids) - 1:
-                tokens += len(record.committed)
-                rounds += 1
-            position += len(record.committed)
-    assert rounds == replayed.rounds
-    assert tokens / rounds == pytest.approx(replayed.accepted_length)

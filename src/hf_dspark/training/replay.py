@@ -1,19 +1,24 @@
-"""Speculative rounds replayed from the target's own greedy responses, without running the target.
+"""Speculative rounds replayed from the target's own responses, without running the target.
 
-Greedy decoding is deterministic: from an anchor, the drafts that a round accepts are the leading ones that equal the
-stored continuation. While the prefix is accepted, the tokens the drafter conditions on *are* the stored ones, so one
+While the prefix of a block is accepted, the tokens the drafter conditions on *are* the stored ones, so one
 teacher-forced pass over all positions gives the accepted prefix at each of them, and walking anchor by anchor gives
-exactly the rounds of a real greedy run with these features.
+the rounds of a real run.
+
+Greedy decoding accepts the leading drafts that equal the stored continuation. For sampling, let x be the stored token,
+drawn from the target's p. Accepting it with probability min(1, q(x) / p(x)) gives token x by acceptance with probability
+min(p, q)(x), and by rejection with max(p - q, 0)(x): exactly what the accept-or-resample rule does with a draft from q.
+So rounds over text that was sampled from p are distributed as those that would have written it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..modeling_dspark import DSparkDrafter
-from .blocks import draft_logits, teacher_forced
+from .blocks import TeacherForced, draft_logits, target_probabilities, teacher_forced
 from .cache import FeatureCache
 from .features import OnlineFeatures
 
@@ -33,9 +38,11 @@ class Replay:
     rounds: int
 
 
-@torch.no_grad()
+Rule = Callable[[DSparkDrafter, TeacherForced], torch.Tensor]
+
+
 def replay_greedy(drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, *, blocks_at_once: int = 128) -> Replay:
-    """Replays every sample of `data`.
+    """Replays the rounds of greedy decoding.
 
     Args:
         drafter ([`DSparkDrafter`]): bound to its target, or with its own embedding.
@@ -45,6 +52,44 @@ def replay_greedy(drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, *
     Returns:
         [`Replay`].
     """
+
+    def equal(drafter: DSparkDrafter, blocks: TeacherForced) -> torch.Tensor:
+        return draft_logits(drafter, blocks.hidden, blocks.latent).argmax(dim=-1) == blocks.labels
+
+    return _replay(drafter, data, equal, blocks_at_once)
+
+
+def replay_sampled(
+    drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, *, seed: int = 0, blocks_at_once: int = 128
+) -> Replay:
+    """Replays rounds of sampling at temperature 1, without top-k or top-p.
+
+    Args:
+        drafter ([`DSparkDrafter`]): bound to its target, or with its own embedding.
+        data ([`FeatureCache`] or [`OnlineFeatures`]): responses of the target, sampled so.
+        seed (`int`): of the coins that accept.
+        blocks_at_once (`int`): anchors in one pass.
+
+    Returns:
+        [`Replay`].
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def coins(drafter: DSparkDrafter, blocks: TeacherForced) -> torch.Tensor:
+        label = blocks.labels.clamp(min=0)[:, None]
+        q = draft_logits(drafter, blocks.hidden, blocks.latent).softmax(dim=-1).gather(-1, label)
+        p = target_probabilities(drafter, blocks.target_hidden, blocks.logsumexp).gather(-1, label)
+        coin = torch.rand(label.shape, generator=generator).to(p.device)
+        return ((coin * p < q) & (blocks.labels[:, None] >= 0))[:, 0]
+
+    return _replay(drafter, data, coins, blocks_at_once)
+
+
+@torch.no_grad()
+def _replay(
+    drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, accepts: Rule, blocks_at_once: int
+) -> Replay:
+    """Rounds in which `accepts` says, for each supervised slot, whether its stored token is accepted as a draft."""
     training = drafter.training
     drafter.eval()
     gamma = drafter.config.block_size
@@ -61,10 +106,9 @@ def replay_greedy(drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, *
         lengths: dict[int, int] = {}
         for anchors in response[:-1].split(blocks_at_once):
             blocks = teacher_forced(drafter, **sample, anchors=anchors)
-            logits = draft_logits(drafter, blocks.hidden, blocks.latent)
-            match = torch.zeros_like(blocks.supervised)
-            match[blocks.supervised] = logits.argmax(dim=-1) == blocks.labels
-            prefix = match.long().cumprod(dim=-1).sum(dim=-1)
+            accepted_slots = torch.zeros_like(blocks.supervised)
+            accepted_slots[blocks.supervised] = accepts(drafter, blocks)
+            prefix = accepted_slots.long().cumprod(dim=-1).sum(dim=-1)
             lengths.update(zip(anchors.tolist(), prefix.tolist(), strict=True))
         anchor, last = int(response[0]), int(response[-1])
         while anchor + gamma < last:  # whole blocks only: a round cut by the end of the text says nothing
