@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from hf_dspark import DSparkTrainer, Trace
+from hf_dspark import DSparkTrainer
 from hf_dspark.features_dspark import TargetFeatures
 from hf_dspark.training import cache as cache_module
 from hf_dspark.training.anchors import anchor_generator, block_mask, sample_anchors, supervised_slots
