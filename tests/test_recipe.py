@@ -106,6 +106,13 @@ def test_an_unknown_preset_is_refused():
         read_recipe("llama", None, {})
 
 
+def test_a_shape_is_given_once(write):
+    assert read_recipe("smollm2", None, {"start_from": "mine"}).start_from == "mine"  # a preset's shape gives way
+    for file, options in ((None, {"layers": 3}), (write("a.yaml", "layers: 3"), {})):
+        with pytest.raises(ValueError, match="Expected the shape of mine, .* got layers too"):
+            read_recipe(None, file, {"start_from": "mine", **options})
+
+
 AT_LEAST_ONE = ("layers", "block_size", "max_length", "max_steps", "batch_size", "anchors", "eval_steps")
 
 

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hf_dspark
 from hf_dspark.cli.main import main
+from hf_dspark.training.recipe import SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,29 @@ def test_a_finished_run_trains_no_further(run, monkeypatch):
         main()
     assert not stop.value.code
     assert state.read_bytes() == before
+
+
+def test_a_drafter_is_trained_further_in_its_own_shape(run, tmp_path, monkeypatch):
+    files = [arg for name in ("responses", "held-out") for arg in ("--responses", str(run / f"{name}.jsonl"))]
+    options = ["--start-from", str(run / "drafter"), "--target", str(run / "target"), *files]
+
+    def start(output, rate):
+        command = ["hf-dspark", "train", str(output), *options, "--max-steps", "2", "--learning-rate", rate]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+        return load_file(output / "drafter" / "model.safetensors")
+
+    before = load_file(run / "drafter" / "model.safetensors")
+    still, moved = start(tmp_path / "still", "0"), start(tmp_path / "moved", "1e-2")
+    assert before.keys() == still.keys() == moved.keys()
+    assert all(torch.equal(before[name], still[name]) for name in before)
+    assert not torch.equal(before["fc.weight"], moved["fc.weight"])
+    recipe = json.loads((tmp_path / "moved" / "recipe.json").read_text())
+    first = json.loads((run / "recipe.json").read_text())["settings"]
+    assert {name: recipe["settings"][name] for name in SHAPE} == {
+        **{name: first[name] for name in SHAPE},
+        "target_layers": recipe["settings"]["target_layers"],
+    }
+    assert set(recipe["data_sha256"]) == {"responses.jsonl", "held-out.jsonl"}

@@ -87,7 +87,8 @@ def train(
         Path, typer.Argument(help="Folder for checkpoints and the drafter; an interrupted run resumes.")
     ],
     responses: Annotated[
-        Optional[Path], typer.Option(help="JSONL of `prompt_ids` and the target's own `response_ids`.")
+        Optional[list[Path]],
+        typer.Option(help="JSONL of `prompt_ids` and the target's own `response_ids`; can be given several times."),
     ] = None,
     eval_responses: Annotated[
         Optional[Path], typer.Option(help="The same with the target's greedy answers to held-out prompts.")
@@ -100,6 +101,10 @@ def train(
         Optional[Path], typer.Option("--config", help="YAML or JSON with the settings below; options win over it.")
     ] = None,
     target: Annotated[Optional[str], typer.Option(help="Folder or Hub id; default: the bundled target.")] = None,
+    start_from: Annotated[
+        Optional[str],
+        typer.Option(help="Drafter to go on training, folder or Hub id; it decides the shape; default: a new one."),
+    ] = None,
     layers: Annotated[Optional[int], typer.Option(help="Layers of the drafter.")] = None,
     block_size: Annotated[Optional[int], typer.Option(help="Draft tokens of a round.")] = None,
     target_layers: Annotated[
@@ -136,11 +141,12 @@ def train(
 
     run(
         output,
-        responses=responses,
+        responses=responses or [],
         eval_responses=eval_responses,
         preset=preset,
         config_file=config_file,
         target=target,
+        start_from=start_from,
         layers=layers,
         block_size=block_size,
         target_layers=target_layers,

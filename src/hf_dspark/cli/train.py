@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ DEMO_MASK_TOKEN = 16  # <empty_output>, a token of the code corpus that chat tex
 def run(
     output: Path,
     *,
-    responses: Path | None,
+    responses: list[Path],
     eval_responses: Path | None,
     preset: str | None,
     config_file: Path | None,
@@ -54,39 +55,47 @@ def run(
     }
     if preset == "smoke":
         output.mkdir(parents=True, exist_ok=True)
-        responses, eval_responses = output / "responses.jsonl", output / "held-out.jsonl"
+        responses, eval_responses = [output / "responses.jsonl"], output / "held-out.jsonl"
         with state.main_process_first():
             options |= {"target": str(output / "target"), "mask_token_id": make_target(output / "target")}
-            write_responses(output / "target", responses, eval_responses)
+            write_responses(output / "target", responses[0], eval_responses)
     recipe = read_recipe(preset, config_file, options)
-    if responses is None:
+    if not responses:
         raise ValueError(
             "Expected --responses with the target's own answers, got none. Make them with hf-dspark data regenerate "
             "or hf-dspark data synthesize."
         )
-    for path in (responses, eval_responses):
-        if path is not None and not path.is_file():
+    files = [*responses, *([eval_responses] if eval_responses is not None else [])]
+    for path in files:
+        if not path.is_file():
             raise FileNotFoundError(f"Expected a JSONL file of prompt_ids and response_ids, got no file at {path}.")
 
     model, tokenizer = _load_target(recipe)
     model.to(state.device)
-    config = drafter_config(model, recipe)
     vocab_size = model.config.get_text_config().vocab_size
-    samples = read_samples(responses, vocab_size=vocab_size, max_length=recipe.max_length)
+    samples = [
+        sample
+        for path in responses
+        for sample in read_samples(path, vocab_size=vocab_size, max_length=recipe.max_length)
+    ]
     held_out = None
     if eval_responses is not None:
         held_out = read_samples(eval_responses, vocab_size=vocab_size, max_length=recipe.max_length)
 
     set_seed(recipe.seed)
-    drafter = DSparkDrafter(config)
-    initialise(drafter, model, samples, recipe.copy_layers)
+    if recipe.start_from is not None:
+        drafter = DSparkDrafter.from_pretrained(recipe.start_from, dtype=torch.float32)
+        recipe = dataclasses.replace(recipe, **shape_of(drafter.config))
+    else:
+        drafter = DSparkDrafter(drafter_config(model, recipe))
+        initialise(drafter, model, samples, recipe.copy_layers)
     drafter.bind(model)
     # Settings that no drafter can have were refused by now, and bind nothing.
     with state.main_process_first():
-        record(output, recipe, [path for path in (responses, eval_responses) if path is not None])
+        record(output, recipe, files)
 
     def features(rows: list[TrainingSample], folder: str) -> FeatureCache | OnlineFeatures:
-        shared = {"layer_ids": list(config.target_layer_ids), "chat_template": tokenizer.chat_template}
+        shared = {"layer_ids": list(drafter.config.target_layer_ids), "chat_template": tokenizer.chat_template}
         if recipe.online:
             return OnlineFeatures(model, rows, **shared)
         with state.main_process_first():  # the others find it finished
@@ -196,6 +205,20 @@ def drafter_config(target: PreTrainedModel, recipe: Recipe) -> DSparkConfig:
         eos_token_id=text.eos_token_id,
         pad_token_id=text.pad_token_id,
     )
+
+
+def shape_of(config: DSparkConfig) -> dict[str, Any]:
+    """The fields of a [`Recipe`] that a drafter to start from decides."""
+    return {
+        "layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head_type,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_layers": list(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
+        "copy_layers": None,
+    }
 
 
 def initialise(

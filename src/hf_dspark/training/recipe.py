@@ -31,6 +31,7 @@ class Recipe:
 
     Args:
         target (`str`, *optional*): folder or Hub id; `None` is the bundled target.
+        start_from (`str`, *optional*): folder or Hub id of a drafter to go on training; the shape is then its own.
         layers, block_size, markov_rank, markov_head_type, draft_vocab_size: the drafter's shape, as in `DSparkConfig`;
             `markov_rank=0` trains DFlash.
         target_layers (`list[int]`, *optional*): layers that feed the drafter; `None` spreads five over the target.
@@ -48,6 +49,7 @@ class Recipe:
     """
 
     target: str | None = None
+    start_from: str | None = None
     layers: int = 2
     block_size: int = 7
     markov_rank: int = 64
@@ -89,6 +91,18 @@ class Recipe:
         if self.bits not in (8, 16):
             raise ValueError(f"Expected bits to be 8 or 16, got {self.bits}.")
 
+
+# Fields that a drafter to start from decides.
+SHAPE = (
+    "layers",
+    "block_size",
+    "markov_rank",
+    "markov_head_type",
+    "draft_vocab_size",
+    "target_layers",
+    "mask_token_id",
+    "copy_layers",
+)
 
 PRESETS: dict[str, dict[str, Any]] = {
     # A tiny random target that the run makes for itself: shows in two minutes that everything is in place.
@@ -144,15 +158,20 @@ def read_recipe(preset: str | None, file: Path | None, options: dict[str, Any]) 
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if a preset, a field or a value is unknown.
+        ValueError: if a preset, a field or a value is unknown, or if a shape is given besides `start_from`.
     """
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"Expected a preset of {', '.join(PRESETS)}, got {preset!r}.")
-    settings = dict(PRESETS[preset]) if preset else {}
-    if file is not None:
-        settings |= _read_file(file)
-    settings |= {name: value for name, value in options.items() if value is not None}
-    return Recipe(**settings)
+    given = _read_file(file) if file is not None else {}
+    given |= {name: value for name, value in options.items() if value is not None}
+    if given.get("start_from") is not None:
+        shape = [name for name in SHAPE if given.get(name) is not None]
+        if shape:
+            raise ValueError(
+                f"Expected the shape of {given['start_from']}, from which training starts, got {', '.join(shape)} too. "
+                "Leave one of the two out."
+            )
+    return Recipe(**({**PRESETS[preset], **given} if preset else given))
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -86,9 +86,7 @@ def replay_sampled(
 
 
 @torch.no_grad()
-def _replay(
-    drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, accepts: Rule, blocks_at_once: int
-) -> Replay:
+def _replay(drafter: DSparkDrafter, data: FeatureCache | OnlineFeatures, accepts: Rule, blocks_at_once: int) -> Replay:
     """Rounds in which `accepts` says, for each supervised slot, whether its stored token is accepted as a draft."""
     training = drafter.training
     drafter.eval()
