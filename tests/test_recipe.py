@@ -70,7 +70,7 @@ def test_a_whole_number_may_stand_for_a_float(write):
 
 
 MISTAKES = {
-    "unknown key": ("a.yaml", "steps: 5", "Expected settings out of target, layers, .*, got 'steps' in .*a.yaml"),
+    "unknown key": ("a.yaml", "steps: 5", "Expected settings out of target, start_from, layers, .*, got 'steps' in .*a.yaml"),
     "text for int": ("a.yaml", "max_steps: many", "Expected max_steps of type int, got 'many' in .*a.yaml"),
     "float for int": ("a.json", '{"max_steps": 1.5}', "Expected max_steps of type int, got 1.5 in .*a.json"),
     "bool for int": ("a.yaml", "layers: true", "Expected layers of type int, got True"),
@@ -109,7 +109,7 @@ def test_an_unknown_preset_is_refused():
 def test_a_shape_is_given_once(write):
     assert read_recipe("smollm2", None, {"start_from": "mine"}).start_from == "mine"  # a preset's shape gives way
     for file, options in ((None, {"layers": 3}), (write("a.yaml", "layers: 3"), {})):
-        with pytest.raises(ValueError, match="Expected the shape of mine, .* got layers too"):
+        with pytest.raises(ValueError, match=r"Expected the shape of mine, .* got layers too"):
             read_recipe(None, file, {"start_from": "mine", **options})
 
 

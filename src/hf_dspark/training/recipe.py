@@ -168,8 +168,8 @@ def read_recipe(preset: str | None, file: Path | None, options: dict[str, Any]) 
         shape = [name for name in SHAPE if given.get(name) is not None]
         if shape:
             raise ValueError(
-                f"Expected the shape of {given['start_from']}, from which training starts, got {', '.join(shape)} too. "
-                "Leave one of the two out."
+                f"Expected the shape of {given['start_from']}, from which training starts, got {', '.join(shape)} "
+                "too. Leave one of the two out."
             )
     return Recipe(**({**PRESETS[preset], **given} if preset else given))
 

@@ -4,10 +4,10 @@ While the prefix of a block is accepted, the tokens the drafter conditions on *a
 teacher-forced pass over all positions gives the accepted prefix at each of them, and walking anchor by anchor gives
 the rounds of a real run.
 
-Greedy decoding accepts the leading drafts that equal the stored continuation. For sampling, let x be the stored token,
-drawn from the target's p. Accepting it with probability min(1, q(x) / p(x)) gives token x by acceptance with probability
-min(p, q)(x), and by rejection with max(p - q, 0)(x): exactly what the accept-or-resample rule does with a draft from q.
-So rounds over text that was sampled from p are distributed as those that would have written it.
+Greedy decoding accepts the leading drafts that equal the stored continuation. For sampling, let x be the stored
+token, drawn from the target's p. Accepting it with probability min(1, q(x) / p(x)) gives token x by acceptance with
+probability min(p, q)(x), and by rejection with max(p - q, 0)(x): exactly what the accept-or-resample rule does with a
+draft from q. So rounds over text that was sampled from p are distributed as those that would have written it.
 """
 
 from __future__ import annotations
