@@ -70,7 +70,7 @@ def test_a_whole_number_may_stand_for_a_float(write):
 
 
 MISTAKES = {
-    "unknown key": ("a.yaml", "steps: 5", "Expected settings out of target, start_from, layers, .*, got 'steps' in .*a.yaml"),
+    "unknown key": ("a.yaml", "steps: 5", "Expected settings out of target, .*, got 'steps' in .*a.yaml"),
     "text for int": ("a.yaml", "max_steps: many", "Expected max_steps of type int, got 'many' in .*a.yaml"),
     "float for int": ("a.json", '{"max_steps": 1.5}', "Expected max_steps of type int, got 1.5 in .*a.json"),
     "bool for int": ("a.yaml", "layers: true", "Expected layers of type int, got True"),
